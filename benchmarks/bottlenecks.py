@@ -110,7 +110,7 @@ def profiled() -> tuple[dict[str, Score], int]:
                 # A rank that gets less of a core than the others is slower indeed.
                 true = {one.blamed} | ({"straggler"} if share < QUIET_SHARE else set())
                 scores[one.name] = Score(
-                    found=one.said in str(profile) and (not one.blamed or one.blamed in kinds),
+                    found=one.expected in str(profile) and (not one.blamed or one.blamed in kinds),
                     alarms=[kind for kind in kinds if kind not in true],
                     cpu_share=share,
                 )

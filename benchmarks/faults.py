@@ -178,8 +178,8 @@ def ranks_that_say(kernel: Kernel, code: str, pattern: str) -> int:
     for _ in range(2):
         time.sleep(PAUSE_S)
         cell = run_on(kernel.client, code, timeout_s=NEXT_CELL_S)
-        if said := set(re.findall(pattern, cell.page)):
-            return len(said)
+        if text := set(re.findall(pattern, cell.page)):
+            return len(text)
     return 0
 
 

@@ -84,20 +84,20 @@ def flood(kernel: Kernel) -> Iterator[Row]:
         if not memory and time.monotonic() - begin > WARM_S:
             memory = kernel.resident_bytes()
     grown = kernel.resident_bytes() - memory
-    said = f"{seen.points} points of {FLOOD_S * RATE}, {seen.messages} messages"
+    text = f"{seen.points} points of {FLOOD_S * RATE}, {seen.messages} messages"
     yield Row(
         name=f"{RATE} report()/s a rank for {FLOOD_S} s: the panel is late by",
         value=max(seen.lags),
         unit="s",
         limit=1.0,
-        detail=f"median {middle(seen.lags):.2f} s; {said}",
+        detail=f"median {middle(seen.lags):.2f} s; {text}",
     )
     yield Row(
         name=f"{RATE} report()/s a rank: points that did not arrive",
         value=float(FLOOD_S * RATE - seen.points),
         unit="",
         limit=0,
-        detail=said,
+        detail=text,
     )
     yield Row(
         name=f"{RATE} report()/s a rank: messages of the panel a second",

@@ -94,7 +94,7 @@ class BottleneckLoop:
     """Of the session."""
     blamed: str = ""
     """Kind of the only cause that is to be blamed; "" for none."""
-    said: str = ""
+    expected: str = ""
     """What the profile has to say of it, anywhere."""
 
     @property
@@ -115,19 +115,19 @@ class BottleneckLoop:
 
 ITEM = LOOP.replace("    report(loss=loss)\n", "    report(loss=loss)\n    total = loss.item()\n")
 
-CONTROL = BottleneckLoop(name="nothing", said="compute-bound, nothing cheap to gain")
+CONTROL = BottleneckLoop(name="nothing", expected="compute-bound, nothing cheap to gain")
 DDP = (
     BottleneckLoop(
         name="a loader that takes 200 ms",
         build="batch_size=1, length=64, optimizer=torch.optim.SGD, collate_fn=slow_collate",
         blamed="input",
-        said="num_workers=",
+        expected="num_workers=",
     ),
     BottleneckLoop(
         name="a rank that is 30 % slower",
         build="collate_fn=uneven_collate",
         blamed="straggler",
-        said="rank 1 is",
+        expected="rank 1 is",
     ),
     BottleneckLoop(
         name="tiny batches over a slow link",
@@ -135,23 +135,23 @@ DDP = (
         before="limit_link(15_000_000)",
         after=f"limit_link({UNLIMITED})",
         blamed="communication",
-        said="all_reduce",
+        expected="all_reduce",
     ),
-    BottleneckLoop(name="an .item() in every step", loop=ITEM, said=".item() in every step"),
+    BottleneckLoop(name="an .item() in every step", loop=ITEM, expected=".item() in every step"),
 )
 ONE_UNIT = BottleneckLoop(
     name="a model wrapped as one unit",
     build="batch_size=2, length=64, hidden=512, optimizer=torch.optim.SGD",
     options={"backend": "fsdp2", "fsdp_config": {"auto_wrap_policy": "NO_WRAP"}},
     blamed="communication",
-    said="one FSDP unit",
+    expected="one FSDP unit",
 )
 OFFLOADED = BottleneckLoop(
     name="an offloaded optimizer",
     build="batch_size=1, length=250, hidden=512, optimizer=torch.optim.Rprop",
     options={"backend": "zero2", "offload": "cpu"},
     blamed="offload",
-    said="offload",
+    expected="offload",
 )
 ALL = (*DDP, ONE_UNIT, OFFLOADED)
 
@@ -194,4 +194,4 @@ def cpu_share(session: Session) -> float:
 def is_as_planted(profile: Profile, one: BottleneckLoop) -> bool:
     """Whether what was planted is told, and nothing else is blamed."""
     kinds = [blame.kind for blame in profile.bottlenecks]
-    return one.said in str(profile) and kinds == [one.blamed] * bool(one.blamed)
+    return one.expected in str(profile) and kinds == [one.blamed] * bool(one.blamed)

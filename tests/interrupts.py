@@ -56,7 +56,7 @@ def stopped(
     more: Callable[[], object] | None = None,
     ranks: str | None = None,
 ) -> tuple[str, float]:
-    """Run a cell, press Stop when something is so; what the cell said, and how long it took."""
+    """Run a cell, press Stop when something is so; what the cell printed, and how long it took."""
     pressed: list[float] = []
 
     def wait_and_press() -> None:
@@ -67,9 +67,9 @@ def stopped(
             eventually(more, within_s=30)
             press()
 
-    with meanwhile(wait_and_press), pytest.raises(CellInterrupted) as told:
+    with meanwhile(wait_and_press), pytest.raises(CellInterrupted) as excinfo:
         session.run(code, ranks=ranks)
-    return str(told.value), time.monotonic() - pressed[0]
+    return str(excinfo.value), time.monotonic() - pressed[0]
 
 
 def runs_for(session: Session, seconds: float) -> Callable[[], bool]:
@@ -82,9 +82,9 @@ def runs_for(session: Session, seconds: float) -> Callable[[], bool]:
 def stopped_with(
     session: Session, code: str, *, says: str, ranks: str | None = None
 ) -> tuple[str, float]:
-    """Run a cell on some ranks and press Stop once its standstill is told."""
+    """Run a cell on some ranks and press Stop once its standstill is reported."""
 
-    def told() -> bool:
+    def is_reported() -> bool:
         return says in session.standstill and says in session.status()["standstill"]
 
-    return stopped(session, code, when=told, ranks=ranks)
+    return stopped(session, code, when=is_reported, ranks=ranks)

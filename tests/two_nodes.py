@@ -37,7 +37,7 @@ class LocalNodes:
         self.agents: dict[str, subprocess.Popen[bytes]] = {}
         """By name of the node."""
         self.tickets: list[str] = []
-        self.told: dict[int, str] = {}
+        self.messages: dict[int, str] = {}
         """What `lost_nodes` says."""
         self.drained: dict[int, float | None] = {}
         """What `drained_nodes` says."""
@@ -73,7 +73,7 @@ class LocalNodes:
         return []
 
     def lost_nodes(self) -> Mapping[int, str]:
-        return self.told
+        return self.messages
 
     def drained_nodes(self) -> Mapping[int, float | None]:
         return self.drained
@@ -92,7 +92,7 @@ class LocalNodes:
             with contextlib.suppress(BrokenPipeError):
                 agent.stdin.close()
         self.agents.clear()
-        self.told.clear()
+        self.messages.clear()
 
     def processes(self, name: str) -> list[psutil.Process]:
         """Everything that runs on a node: the agent, the launcher, ranks."""

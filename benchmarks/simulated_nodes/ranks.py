@@ -78,10 +78,10 @@ class Rank:
             self.execute(asked, _WORDS.findall(content["code"]))
             return
         if kind == "interrupt_request" and self.running is not None:
-            told = {"ename": "KeyboardInterrupt", "evalue": "", "traceback": ["KeyboardInterrupt"]}
+            error = {"ename": "KeyboardInterrupt", "evalue": "", "traceback": ["KeyboardInterrupt"]}
             running, self.running = self.running, None
-            self.tell("error", told, running["header"])
-            self.end(running, {"status": "error", "execution_count": 1, **told})
+            self.tell("error", error, running["header"])
+            self.end(running, {"status": "error", "execution_count": 1, **error})
         self.end(asked, self.known(kind))
 
     def known(self, kind: str) -> dict[str, Any]:

@@ -41,8 +41,8 @@ def chromium() -> None:
         ["/bin/sh", "-c", INSTALL], env=environ, capture_output=True, text=True, check=False
     )
     if done.returncode or not shutil.which("chromium"):
-        told = done.stderr.strip().splitlines()
-        pytest.skip(f"there is no chromium, and apt-get: {told[-1] if told else 'failed'}")
+        lines = done.stderr.strip().splitlines()
+        pytest.skip(f"there is no chromium, and apt-get: {lines[-1] if lines else 'failed'}")
 
 
 @pytest.fixture(scope="module")

@@ -112,26 +112,26 @@ def serve(kind: str, folder: Path, root: Path, *, server_side: bool = False) -> 
     url = f"http://127.0.0.1:{port}"
     command = [sys.executable, "-m", "jupyter", kind, f"--port={port}", *SERVER]
     command += [f"--{EXPOSE[kind]}.expose_app_in_browser=True", f"--ServerApp.root_dir={root}"]
-    told = folder / "server.log"
-    with told.open("w") as log:
+    log = folder / "server.log"
+    with log.open("w") as log:
         env = environment(folder, server_side=server_side)
         server = subprocess.Popen(command, env=env, stdout=log, stderr=log)
         try:
-            wait_for_server(f"{url}/api/status", server, told)
+            wait_for_server(f"{url}/api/status", server, log)
             yield url
         finally:
             server.terminate()
             server.wait()
 
 
-def wait_for_server(url: str, server: subprocess.Popen[bytes], told: Path) -> None:
-    """Wait until the URL answers; what the server told is in the error."""
+def wait_for_server(url: str, server: subprocess.Popen[bytes], log: Path) -> None:
+    """Wait until the URL answers; what the server logged is in the error."""
     deadline = time.monotonic() + DEADLINE_S
     while server.poll() is None and time.monotonic() < deadline:
         with contextlib.suppress(OSError), urllib.request.urlopen(url):  # noqa: S310
             return
         time.sleep(0.1)
-    tail = "\n".join(told.read_text().splitlines()[-20:])
+    tail = "\n".join(log.read_text().splitlines()[-20:])
     message = f"the server did not start; it said:\n{tail}"
     raise RuntimeError(message)
 
@@ -237,9 +237,9 @@ class Notebook:
         if error != OF_NOTEBOOK:
             self.wrong.append(f"error in the page: {error}")
 
-    def _hear(self, told: ConsoleMessage) -> None:
-        if told.type == "error":
-            self.wrong.append(f"console: {told.text} ({told.location.get('url', '')})")
+    def _hear(self, message: ConsoleMessage) -> None:
+        if message.type == "error":
+            self.wrong.append(f"console: {message.text} ({message.location.get('url', '')})")
 
     def _asked(self, request: Request) -> None:
         own = (self.url, self.url.replace("http", "ws", 1), "data:", "blob:")

@@ -88,8 +88,8 @@ class Panel:
 
     def step(self, name: str = "loss") -> int:
         """The latest step that a chart's caption names."""
-        told = self.chart(name).locator(".nbd-caption .nbd-figures").inner_text()
-        return int(told.split("step ")[1].replace(",", ""))
+        figures = self.chart(name).locator(".nbd-caption .nbd-figures").inner_text()
+        return int(figures.split("step ")[1].replace(",", ""))
 
     def reaches(self, step: int, name: str = "loss") -> None:
         """Wait until the chart of a series has come to a step; on its way it may skip some."""

@@ -14,7 +14,7 @@ import torch
 
 from nbdist import CheckpointError, NbdistError, Session
 from tests import engines
-from tests.e2e.training import BACKENDS, apart, one
+from tests.e2e.training import BACKENDS, max_difference, value_of
 from tests.models import llama
 
 if TYPE_CHECKING:
@@ -143,23 +143,23 @@ def test_a_lora_checkpoint_has_the_size_of_the_adapter(session: Session) -> None
     assert session.checkpoints["whole"].size_bytes > session.checkpoints["small"].size_bytes
     for name, tensor in session.checkpoints["small"].state_dict().items():
         assert torch.equal(tensor, weights[name])
-    expected = one(session, "train(3)")
+    expected = value_of(session, "train(3)")
     session.run("lora(seed=1)")
     session.load("small")
-    assert one(session, "train(3)") == expected
+    assert value_of(session, "train(3)") == expected
     session.switch("zero3")
     session.load("small")
-    assert apart(one(session, "train(3)"), expected) < 1e-6
+    assert max_difference(value_of(session, "train(3)"), expected) < 1e-6
 
 
 def test_an_exported_adapter_is_loaded(session: Session, tmp_path: Path) -> None:
     session.run("lora(); train(3)")
     session.export(tmp_path / "adapter")
-    expected = one(session, "train(1)")
+    expected = value_of(session, "train(1)")
     session.run("lora(seed=1)")
     report = session.load(tmp_path / "adapter")
     assert "tensors are unchanged, not in the checkpoint: " in str(report)
-    assert one(session, "train(1)") == expected
+    assert value_of(session, "train(1)") == expected
     session.run(
         "config = peft.LoraConfig(r=32, lora_alpha=64, target_modules=['q_proj'])\n"
         "prepare(peft.get_peft_model(llama(), config))"
@@ -175,19 +175,19 @@ def test_an_exported_adapter_is_loaded(session: Session, tmp_path: Path) -> None
 def test_changed_frozen_parameters_are_restored_from_the_base(session: Session) -> None:
     session.run("lora(); train(2)")
     session.save("before", overwrite=True, wait=True)
-    expected = one(session, "train(2)")
+    expected = value_of(session, "train(2)")
     session.run("change_frozen()")
     changed = session.save("changed", overwrite=True)
     changed.wait(60)
     assert "1 frozen parameters (106 KiB) are stored by value: not equal to" in str(changed)
     session.load("before")
-    assert one(session, "train(2)") == expected
+    assert value_of(session, "train(2)") == expected
 
 
 def test_a_wrong_base_is_one_sentence(session: Session) -> None:
     session.run("lora(); train(1)")
     session.save("fits", overwrite=True, wait=True)
-    expected = one(session, "train(2)")
+    expected = value_of(session, "train(2)")
     session.run("lora('other'); v = train(1)")
     with pytest.raises(CheckpointError, match=r"needs the base model .*base, but .* from .*other:"):
         session.load("fits")
@@ -197,7 +197,7 @@ def test_a_wrong_base_is_one_sentence(session: Session) -> None:
         session.load("fits")
     save_base("base", 0)
     session.load("fits")
-    assert one(session, "train(2)") == expected
+    assert value_of(session, "train(2)") == expected
 
 
 def test_a_model_from_a_config_is_stored_by_value(session: Session) -> None:
@@ -223,10 +223,10 @@ def goes_on(session: Session, make: str) -> None:
     """Assert that an optimizer continues exactly after a load."""
     session.run(f"torch.manual_seed(0); prepare(llama(), {make}); train(3)")
     session.save("state", overwrite=True, wait=True)
-    expected = one(session, "train(3)")
+    expected = value_of(session, "train(3)")
     session.run(f"torch.manual_seed(1); prepare(llama(), {make})")
     session.load("state")
-    assert one(session, "train(3)") == expected
+    assert value_of(session, "train(3)") == expected
 
 
 def test_another_optimizer_continues_under_the_same_engine(session: Session) -> None:
@@ -270,12 +270,12 @@ def test_every_engine_loads_an_adapter_of_every_engine(living: Session, writer: 
     living.run("lora(); train(2)")
     living.save(writer, overwrite=True, wait=True)
     assert living.checkpoints[writer].size_bytes <= 1.3 * trainable_bytes(writer)
-    expected = one(living, "train(3)")
+    expected = value_of(living, "train(3)")
     for reader in BACKENDS:
         living.switch(reader)
         living.run("lora(seed=3)")
         living.load(writer)
-        assert apart(one(living, "train(3)"), expected) < 2e-6
+        assert max_difference(value_of(living, "train(3)"), expected) < 2e-6
 
 
 def test_a_function_in_the_state_is_refused(session: Session) -> None:

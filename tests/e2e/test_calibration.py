@@ -15,7 +15,7 @@ from nbdist.planner import measurement_store, step_time, target_devices
 from nbdist.session import planner
 from nbdist.worker.operations import calibrate as calibration
 from tests.conftest import eventually
-from tests.e2e.training import one
+from tests.e2e.training import value_of
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -151,7 +151,7 @@ def test_a_plan_is_another_one_then_and_says_so(
         "from nbdist.worker.engines import accelerator_patch as a, auto_strategy as auto\n"
         "cluster = auto.build_cluster_spec([2**30] * 2, a.current_config().hardware, ())"
     )
-    assert one(ranks, "cluster.comm_measured_date"), "--auto uses it too"
+    assert value_of(ranks, "cluster.comm_measured_date"), "--auto uses it too"
 
 
 @pytest.mark.alone
@@ -163,7 +163,7 @@ def test_a_collective_of_another_size_takes_about_as_long_as_planned(ranks: Sess
             planned = step_time.collective_time_s(
                 "all_reduce", size, target_devices.detect_local_cluster(2, kind="cpu")
             )
-            found.append(one(ranks, f"fresh({size})") / planned)
+            found.append(value_of(ranks, f"fresh({size})") / planned)
     for found in ratios.values():
         assert 1 / FACTOR < statistics.geometric_mean(found) < FACTOR, ratios
 
@@ -186,7 +186,7 @@ def test_a_folder_that_only_the_ranks_miss_is_refused_on_all_of_them(
     monkeypatch.setattr(calibrate, "_check_disk", lambda _: None)  # as on other machines
     with pytest.raises(SessionError, match="No such file or directory"):
         ranks.calibrate(disk=tmp_path / "missing")
-    assert one(ranks, "1 + 1") == 2, "and the ranks are in step"
+    assert value_of(ranks, "1 + 1") == 2, "and the ranks are in step"
     assert list(tmp_path.iterdir()) == []
 
 

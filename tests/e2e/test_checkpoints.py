@@ -13,7 +13,7 @@ from nbdist import CheckpointError, RankDied, Session, SwitchError
 from nbdist.checkpoint import FolderStorage
 from tests import engines
 from tests.conftest import eventually
-from tests.e2e.training import BACKENDS, MODEL, START, apart, one
+from tests.e2e.training import BACKENDS, MODEL, START, max_difference, value_of
 from tests.nightly import nightly, with_core
 
 if TYPE_CHECKING:
@@ -88,7 +88,7 @@ def test_every_backend_loads_what_every_backend_wrote(trained: Session) -> None:
         trained.switch(writer)
         trained.run(START.format(DROPOUT))
         trained.save(writer).wait(60)
-        expected[writer] = one(trained, "train(5)")
+        expected[writer] = value_of(trained, "train(5)")
     found = {entry.name: entry for entry in trained.checkpoints}
     assert {name: (entry.step, entry.backend) for name, entry in found.items()} == {
         name: (4, name) for name in BACKENDS
@@ -101,8 +101,8 @@ def test_every_backend_loads_what_every_backend_wrote(trained: Session) -> None:
             assert report.verified == 84
             assert report.notes == ()
             assert report.written == f"{writer} on 2 ranks"
-            losses = one(trained, "train(5)")
-            assert apart(losses, expected[writer]) <= (0.0 if reader == writer else 1e-6)
+            losses = value_of(trained, "train(5)")
+            assert max_difference(losses, expected[writer]) <= (0.0 if reader == writer else 1e-6)
     trained.switch("ddp")
 
 
@@ -123,19 +123,19 @@ def test_another_number_of_ranks(
     living.run(ANY_RANKS)
     living.run(START.format(""))
     living.save("ranks", overwrite=True).wait(60)
-    expected = one(living, "train(70)")  # beyond the epoch's end
+    expected = value_of(living, "train(70)")  # beyond the epoch's end
     nproc, backend = after
     living.restart(nproc=nproc, backend=backend)
     living.run(ANY_RANKS)
     living.run(START.format("seed=9"))
     report = living.load("ranks")
     assert any("random generators are unchanged" in note for note in report.notes)
-    found = one(living, "train(70)")
-    assert apart(found[:10], expected[:10]) <= 2e-6
+    found = value_of(living, "train(70)")
+    assert max_difference(found[:10], expected[:10]) <= 2e-6
     shuffled_alone = any("next epochs are in another order" in note for note in report.notes)
     assert shuffled_alone == (before[0] == 1)
     if not shuffled_alone:
-        assert apart(found, expected) <= 1e-4
+        assert max_difference(found, expected) <= 1e-4
 
 
 @pytest.mark.fault("E16")
@@ -143,9 +143,9 @@ def test_an_epoch_that_is_just_over(trained: Session) -> None:
     trained.run(START.format(DROPOUT))
     trained.run("steps = train(28)")  # 32 batches a rank: the last one is out, the loop not over
     trained.save("over").wait(60)
-    expected = one(trained, "train(3)")
+    expected = value_of(trained, "train(3)")
     trained.load("over")
-    assert one(trained, "train(3)") == expected
+    assert value_of(trained, "train(3)") == expected
 
 
 @pytest.mark.parametrize(
@@ -156,10 +156,10 @@ def test_other_optimizers_and_models(trained: Session, build: str) -> None:
     trained.run(START.format(build))
     trained.save("other", overwrite=True).wait(60)
     assert trained.checkpoints["other"].step == 4
-    expected = one(trained, "train(3)")
+    expected = value_of(trained, "train(3)")
     trained.run(START.format(build + ", seed=9"))
     trained.load("other")
-    assert one(trained, "train(3)") == expected
+    assert value_of(trained, "train(3)") == expected
 
 
 @pytest.mark.parametrize("backend", engines.each("zero2"))
@@ -167,11 +167,11 @@ def test_optimizers_begin_with_new_state(trained: Session, backend: str) -> None
     trained.run(START.format(""))
     trained.save("old", overwrite=True).wait(60)
     trained.run("optimizer.state.clear()")
-    expected = one(trained, "train(3)")
+    expected = value_of(trained, "train(3)")
     trained.switch(backend)
     report = trained.load("old", reset_optimizer=True)
     assert "the optimizers begin with new state, as requested" in report.notes
-    assert apart(one(trained, "train(3)"), expected) < 1e-5
+    assert max_difference(value_of(trained, "train(3)"), expected) < 1e-5
 
 
 @pytest.mark.parametrize("backend", engines.each("zero3"))
@@ -189,13 +189,13 @@ def test_a_load_after_an_evaluation(trained: Session, backend: str) -> None:
     )
     trained.run(START.format("partly_used"))
     trained.save("evaluated", overwrite=True).wait(60)
-    expected = one(trained, "train(3)")
+    expected = value_of(trained, "train(3)")
     evaluation = (
         "model.eval()\nwith torch.no_grad():\n    model(input_ids=tokens[:4])\nmodel.train()"
     )
     trained.run(evaluation)
     trained.load("evaluated")
-    assert one(trained, "train(3)") == expected
+    assert value_of(trained, "train(3)") == expected
 
 
 def test_a_load_refuses_several_counts_in_a_group(trained: Session) -> None:
@@ -213,11 +213,11 @@ def test_a_load_refuses_several_counts_in_a_group(trained: Session) -> None:
 def test_a_model_without_an_optimizer(trained: Session) -> None:
     trained.switch("zero3")
     loss = "model(input_ids=tokens[:4], labels=tokens[:4]).loss.item()"
-    before = one(trained, f"torch.manual_seed(0); model = accelerator.prepare(gpt2()); {loss}")
+    before = value_of(trained, f"torch.manual_seed(0); model = accelerator.prepare(gpt2()); {loss}")
     trained.save("alone").wait(60)
     trained.run("torch.manual_seed(1); model = accelerator.prepare(gpt2())")
     assert trained.load("alone").verified == 28
-    assert one(trained, loss) == before
+    assert value_of(trained, loss) == before
     with pytest.raises(SwitchError, match="0 optimizers, but DeepSpeed supports exactly one"):
         trained.switch("fsdp2")
 
@@ -226,7 +226,7 @@ def test_a_model_without_an_optimizer(trained: Session) -> None:
 def test_a_new_kernel_loads_before_the_first_step(trained: Session) -> None:
     trained.run(START.format(DROPOUT))
     trained.save("fresh", overwrite=True).wait(60)
-    expected = one(trained, "train(3)")
+    expected = value_of(trained, "train(3)")
     trained.restart()
     with pytest.raises(CheckpointError, match="No model is prepared"):
         trained.load("fresh")
@@ -234,7 +234,7 @@ def test_a_new_kernel_loads_before_the_first_step(trained: Session) -> None:
     trained.run("bare, model, optimizer, schedule, loader = build(lambda: gpt2(0.1), seed=9)")
     trained.load("fresh")
     trained.run("batches = iter(loader)")
-    assert one(trained, "train(3)") == expected
+    assert value_of(trained, "train(3)") == expected
 
 
 LOADERS = textwrap.dedent(
@@ -271,7 +271,7 @@ def test_other_loaders_go_on(trained: Session, loader: str) -> None:
     assert "loader at batch 3 of epoch 0" in report.loaded
     assert not report.notes  # the loader without a saved position is not taken for another
     assert trained.run("coming = iter(more); heads(4)").values == expected
-    assert one(trained, "len(heads(57)), next(coming, None)") == (57, None)  # 64 in all
+    assert value_of(trained, "len(heads(57)), next(coming, None)") == (57, None)  # 64 in all
 
 
 # -- in the background
@@ -292,14 +292,14 @@ def test_training_goes_on_and_the_moment_is_saved(trained: Session) -> None:
     trained.run(START.format(DROPOUT))
     trained.run(WAITING)
     save = trained.save("moment")
-    later = one(trained, "train(4)")
+    later = value_of(trained, "train(4)")
     assert not save.done
     assert "moment" not in [entry.name for entry in trained.checkpoints]
     trained.run("go.set()")
     assert save.wait(60).step == 4
     assert "being written" not in str(save)
     trained.load("moment")
-    assert one(trained, "train(4)") == later
+    assert value_of(trained, "train(4)") == later
 
 
 @pytest.mark.fault("E13")
@@ -502,7 +502,7 @@ def test_a_failed_load_puts_everything_back(trained: Session) -> None:
     for backend in ("ddp", "zero2", "fsdp2"):
         trained.switch(backend)
         trained.run(START.format(DROPOUT))
-        expected = one(trained, "train(3)")
+        expected = value_of(trained, "train(3)")
         trained.run(START.format(DROPOUT))
         found = []
         for phase in ("reading", "verifying", "checking"):
@@ -515,7 +515,7 @@ def test_a_failed_load_puts_everything_back(trained: Session) -> None:
             )
             refuse(trained, "target", "rank 1: RuntimeError: on purpose")
             trained.run("inside.before_phase.clear()")
-            found += one(trained, "train(1)")
+            found += value_of(trained, "train(1)")
         assert found == expected
     trained.switch("ddp")
 

@@ -20,7 +20,7 @@ from nbdist import CellInterrupted, CheckpointError, RankDied, Session, checkpoi
 from nbdist.checkpoint import Url, UrlStorage
 from tests.conftest import eventually
 from tests.e2e.test_checkpoints import ANY_RANKS, STATE, WAITING
-from tests.e2e.training import MODEL, START, apart, one
+from tests.e2e.training import MODEL, START, max_difference, value_of
 from tests.interrupts import meanwhile
 from tests.nightly import nightly
 from tests.session_internals import workers
@@ -101,11 +101,11 @@ def files(url: str) -> list[str]:
 def test_the_very_same_training_goes_on(trained: Session, url: str) -> None:
     save = trained.save("base", wait=True)
     assert str(save.path).startswith(f"{url}/base/")
-    expected = one(trained, "train(5)")
+    expected = value_of(trained, "train(5)")
     trained.run(START.format("seed=9"))
     report = trained.load("base")
     assert (report.verified, report.notes) == (84, ())
-    assert apart(one(trained, "train(5)"), expected) == 0.0
+    assert max_difference(value_of(trained, "train(5)"), expected) == 0.0
     state = trained.checkpoints["base"].state_dict()
     assert all(bool(tensor.isfinite().all()) for tensor in state.values())
 
@@ -116,12 +116,12 @@ def test_another_number_of_ranks_and_another_engine(living: Session) -> None:
     living.run(ANY_RANKS)
     living.run(START.format(""))
     living.save("ranks", wait=True)
-    expected = one(living, "train(10)")
+    expected = value_of(living, "train(10)")
     living.restart(nproc=1, backend="fsdp")
     living.run(ANY_RANKS)
     living.run(START.format("seed=9"))
     living.load("ranks")
-    assert apart(one(living, "train(10)"), expected) <= 2e-6
+    assert max_difference(value_of(living, "train(10)"), expected) <= 2e-6
     assert not list(
         Path(workers(living).launcher_group.run_dir.folders[1]).rglob("load-*")
     )  # nothing stays here
@@ -180,17 +180,17 @@ def test_damage_is_found_and_nothing_has_changed(trained: Session, url: str) -> 
     content = bytearray(system.cat_file(f"{path}/{name}"))
     content[-9] ^= 1
     system.pipe_file(f"{path}/{name}", bytes(content))
-    before = one(trained, "fingerprint()")
+    before = value_of(trained, "fingerprint()")
     with pytest.raises(CheckpointError, match=r"Checksum mismatch in .*optim-00001-0"):
         trained.load("damaged")
-    assert one(trained, "fingerprint()") == before
+    assert value_of(trained, "fingerprint()") == before
 
 
 @pytest.mark.fault("E14")
 def test_stop_ends_a_load_that_waits_for_the_store(trained: Session) -> None:
     trained.save("slow", wait=True, overwrite=True)
     trained.run("train(1)")
-    before = one(trained, "fingerprint()")
+    before = value_of(trained, "fingerprint()")
     trained.run(
         "import threading\nfrom nbdist.checkpoint import CheckpointDownload\n"
         "download = CheckpointDownload.download_file\n"
@@ -206,38 +206,38 @@ def test_stop_ends_a_load_that_waits_for_the_store(trained: Session) -> None:
     interrupted = pytest.raises(CellInterrupted, match="Load interrupted while downloading")
     with meanwhile(press), interrupted:
         trained.load("slow")
-    assert one(trained, "fingerprint()") == before
+    assert value_of(trained, "fingerprint()") == before
     assert not list(Path(workers(trained).launcher_group.run_dir.folders[1]).rglob("load-*"))
     trained.run("CheckpointDownload.download_file = download")
     trained.load("slow")
-    assert one(trained, "fingerprint()") != before
+    assert value_of(trained, "fingerprint()") != before
 
 
 def test_what_cannot_be_is_one_sentence_and_touches_nothing(trained: Session, url: str) -> None:
-    before = one(trained, "fingerprint()")
-    for folder, said in (
+    before = value_of(trained, "fingerprint()")
+    for folder, text in (
         ("nope://x", "does not support the URL nope://x"),
         ("gs://bucket", "a package that is not installed: "),
         ("file:///proc/nothing", "Cannot write checkpoints to file:///proc/nothing"),
         ("ftp://me:pass-word@127.0.0.1:9/x", "Cannot reach ftp://me:<redacted>@127.0.0.1:9/x"),
     ):
-        with pytest.raises(CheckpointError, match=said) as told:
+        with pytest.raises(CheckpointError, match=text) as excinfo:
             trained.save("refused", folder=folder)
-        assert "\n" not in str(told.value)
-        assert "pass-word" not in str(told.value)
+        assert "\n" not in str(excinfo.value)
+        assert "pass-word" not in str(excinfo.value)
     with pytest.raises(CheckpointError, match=rf"No checkpoint nothing in {url}\. Available: "):
         trained.load("nothing")
-    assert one(trained, "fingerprint()") == before
+    assert value_of(trained, "fingerprint()") == before
 
 
 @pytest.mark.fault("S5")
 @pytest.mark.parametrize("url", ["s3"], indirect=True)
 def test_a_store_that_does_not_let_us_in(trained: Session, bucket: str, capsys: Any) -> None:
-    with pytest.raises(CheckpointError, match=r"Cannot write checkpoints to s3://none/x") as told:
+    with pytest.raises(CheckpointError, match="Cannot write checkpoints to s3://none/x") as excinfo:
         trained.save("refused", folder="s3://none/x")
-    said = str(told.value) + "".join(capsys.readouterr()) + repr(trained.checkpoints)
-    assert SECRET not in said
-    assert bucket not in str(told.value)
+    text = str(excinfo.value) + "".join(capsys.readouterr()) + repr(trained.checkpoints)
+    assert SECRET not in text
+    assert bucket not in str(excinfo.value)
 
 
 @pytest.mark.nightly
@@ -247,15 +247,15 @@ def test_a_url_of_the_session_is_tried_at_its_start(
     monkeypatch.chdir(tmp_path)
     with pytest.raises(CheckpointError, match="does not support the URL nope://x"):
         Session(nproc=1, checkpoints="nope://x")
-    said: list[str] = []
+    lines: list[str] = []
     with Session(nproc=1, checkpoints="file:///proc/nothing") as session:
 
         def warned() -> bool:
-            said.append(capsys.readouterr().err)
-            return "Cannot write checkpoints to file:///proc/nothing" in "".join(said)
+            lines.append(capsys.readouterr().err)
+            return "Cannot write checkpoints to file:///proc/nothing" in "".join(lines)
 
         eventually(warned, within_s=20)
-        assert one(session, "1") == 1  # cells that save nothing run
+        assert value_of(session, "1") == 1  # cells that save nothing run
 
 
 def test_the_magics_take_a_url(notebook: LiveKernel, tmp_path: Path) -> None:

@@ -79,8 +79,8 @@ def test_the_lines_for_zero3_and_fsdp_can_be_pasted_while_a_model_lives(
     config = '{"auto_wrap_policy": "NO_WRAP"}'
     start = f"%%distribute -n 2 --backend fsdp2 --precision no --fsdp-config '{config}'\n{START}"
     assert notebook.run(f"{start}train()").status == "ok"
-    told = "import nbdist\nsession = nbdist.session()\nprint(session.options.fsdp_config)"
-    assert "NO_WRAP" in notebook.run(told).text
+    text = "import nbdist\nsession = nbdist.session()\nprint(session.options.fsdp_config)"
+    assert "NO_WRAP" in notebook.run(text).text
     like = Session(nproc=2, backend="fsdp2", fsdp_config={"auto_wrap_policy": "NO_WRAP"})
     line = advised(like, units=1, gathers=1, each=348_480)
     assert notebook.run(line).status == "ok"

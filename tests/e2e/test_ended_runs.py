@@ -86,9 +86,9 @@ def train_until_ended(session: Session, end: Callable[[], object]) -> str:
         eventually(lambda: len(steps(Path.cwd())) > before + 20, within_s=60)
         end()
 
-    with meanwhile(later), pytest.raises(CellInterrupted) as told:
+    with meanwhile(later), pytest.raises(CellInterrupted) as excinfo:
         session.run(LOOP)
-    return str(told.value)
+    return str(excinfo.value)
 
 
 def send_sigterm(session: Session, rank: int) -> None:
@@ -108,10 +108,10 @@ def test_sigterm_to_one_rank_saves_all_and_the_next_session_resumes(
 ) -> None:
     with pytest.raises(CheckpointError, match="no checkpoint of a run"):
         session.resume()
-    said = train_until_ended(session, lambda: send_sigterm(session, 1))
+    text = train_until_ended(session, lambda: send_sigterm(session, 1))
     (saved,) = session.checkpoints
-    assert "Ended by SIGTERM to rank 1: all ranks stopped after step" in said
-    assert saved.name in said
+    assert "Ended by SIGTERM to rank 1: all ranks stopped after step" in text
+    assert saved.name in text
     assert_each_step_was_made_once(folder, saved.step)
     eventually(lambda: session.state == "dead", within_s=10)
     with pytest.raises(RankDied, match="SIGTERM to rank 1; all ranks were terminated"):
@@ -119,17 +119,17 @@ def test_sigterm_to_one_rank_saves_all_and_the_next_session_resumes(
     session.restart()
     session.run(PREPARE)
     assert session.resume().step == saved.step
-    said = train_until_ended(session, lambda: session.set_deadline(str(int(time.time()) + 9)))
-    assert "Ended by the deadline" in said
+    text = train_until_ended(session, lambda: session.set_deadline(str(int(time.time()) + 9)))
+    assert "Ended by the deadline" in text
     capsys.readouterr()
     session.replay()
-    assert said in capsys.readouterr().err
+    assert text in capsys.readouterr().err
     last = session.checkpoints[-1]
     assert (last.ended, last.step > saved.step) == ("the deadline", True)
     assert_each_step_was_made_once(folder, last.step)
     assert session.run("rank").ok  # a deadline does not end the ranks
-    said = train_until_ended(session, session.interrupt)
-    assert said == "Interrupted on all ranks; all variables are kept."
+    text = train_until_ended(session, session.interrupt)
+    assert text == "Interrupted on all ranks; all variables are kept."
 
 
 @pytest.mark.nightly
@@ -142,14 +142,14 @@ def test_a_save_that_takes_longer_than_the_time_left_is_announced(
     )
     session.save("slow").wait()
     session.set_deadline(str(int(time.time()) + 4))
-    said: list[str] = []
+    lines: list[str] = []
 
     def is_announced() -> bool:
-        said.append(capsys.readouterr().err)
-        return "nbdist: a save is predicted to take 4" in "".join(said)
+        lines.append(capsys.readouterr().err)
+        return "nbdist: a save is predicted to take 4" in "".join(lines)
 
     eventually(is_announced, within_s=4)
-    assert "before the deadline. Save earlier with %nbdist save NAME" in "".join(said)
+    assert "before the deadline. Save earlier with %nbdist save NAME" in "".join(lines)
 
 
 @pytest.mark.nightly
@@ -171,8 +171,8 @@ def test_sigterm_to_a_kernel_that_runs_a_cell_saves_before_it_ends(folder: Path)
         request = kernel.send(f"%%distribute\n{LOOP}")
         eventually(lambda: len(steps(folder)) > 20, within_s=60)
         os.kill(kernel.manager.provisioner.pid, signal.SIGTERM)
-        told = kernel.collect(request, until="then use %nbdist resume").error
-        assert "Ended by SIGTERM: all ranks stopped after step" in told["evalue"]
+        text = kernel.collect(request, until="then use %nbdist resume").error
+        assert "Ended by SIGTERM: all ranks stopped after step" in text["evalue"]
         eventually(lambda: not kernel.manager.is_alive(), within_s=30)
     with LiveKernel(folder) as kernel:
         kernel.run("%load_ext nbdist")
@@ -226,8 +226,8 @@ def test_sigterm_to_the_agent_of_a_node_saves_all_ranks(folder: Path) -> None:
     nodes = LocalNodes("alpha", "beta")
     with Session(nproc=2, precision="no", engine=ClusterLauncherProvider(nodes)) as session:
         session.run(PREPARE)
-        said = train_until_ended(session, nodes.agents["beta"].terminate)
-        assert "SIGTERM to the agent of node beta" in said
+        text = train_until_ended(session, nodes.agents["beta"].terminate)
+        assert "SIGTERM to the agent of node beta" in text
         assert_each_step_was_made_once(folder, session.checkpoints[-1].step)
         eventually(lambda: session.state == "dead", within_s=20)
 
@@ -238,8 +238,8 @@ def test_a_node_that_is_drained_saves_all_ranks(folder: Path) -> None:
     nodes = LocalNodes("alpha", "beta")
     with Session(nproc=2, precision="no", engine=ClusterLauncherProvider(nodes)) as session:
         session.run(PREPARE)
-        said = train_until_ended(session, lambda: nodes.drained.update({1: time.time() + 25}))
-        assert "Ended by the drain of node beta (127.0.0.1): all ranks stopped after step" in said
+        text = train_until_ended(session, lambda: nodes.drained.update({1: time.time() + 25}))
+        assert "Ended by the drain of node beta (127.0.0.1): all ranks stopped after step" in text
         assert_each_step_was_made_once(folder, session.checkpoints[-1].step)
         eventually(lambda: session.state == "dead", within_s=20)
 
@@ -248,8 +248,8 @@ def test_a_node_that_is_drained_saves_all_ranks(folder: Path) -> None:
 @pytest.mark.fault("B4")
 def test_sigterm_to_the_launcher_saves_all_ranks(session: Session, folder: Path) -> None:
     pid = session.status()["launcher"]["pid"]
-    said = train_until_ended(session, lambda: os.kill(pid, signal.SIGTERM))
-    assert "SIGTERM to the launcher" in said
+    text = train_until_ended(session, lambda: os.kill(pid, signal.SIGTERM))
+    assert "SIGTERM to the launcher" in text
     assert_each_step_was_made_once(folder, session.checkpoints[-1].step)
     eventually(lambda: session.state == "dead", within_s=20)
     with pytest.raises((RankDied, SessionError)):

@@ -514,8 +514,8 @@ def test_what_a_trainer_logs_is_reported_step_by_step(under_zero2: Session) -> N
 def test_a_trainer_that_contradicts_the_session_says_so_in_one_sentence() -> None:
     with Session(nproc=2, clip=0.5) as session:
         session.run(MODEL)
-        said = r"TrainingArguments has max_grad_norm=0\.3 but the session has --clip 0\.5\. Remove"
-        with pytest.raises(CellError, match=said):
+        message = r"TrainingArguments has max_grad_norm=0\.3 but the session has --clip 0\.5\. "
+        with pytest.raises(CellError, match=message):
             session.run(TRAINER.format(steps=2, arguments="max_grad_norm=0.3"))
         taken = session.run(TRAINER.format(steps=2, arguments=""))
         printed = "".join(output.get("text", "") for output in taken.outputs[0])

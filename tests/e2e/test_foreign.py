@@ -11,7 +11,7 @@ from nbdist import CheckpointError, Session
 from nbdist.strategies import STRATEGIES
 from tests import engines
 from tests.e2e.cells import MODELS
-from tests.e2e.training import one
+from tests.e2e.training import value_of
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -52,13 +52,13 @@ def test_training_goes_on_under_another_engine(
     trained.switch(backend)
     trained.run("model, optimizer = prepared(llama, seed=1); train(3)")
     trained.run(f"accelerator.save_state({str(tmp_path / 'state')!r});")
-    expected = one(trained, "train(3)")
+    expected = value_of(trained, "train(3)")
     for other in (backend, "fsdp2" if "zero" in backend else "zero3"):
         trained.switch(other)
         trained.run("model, optimizer = prepared(llama, seed=2)")
         report = trained.load_foreign(tmp_path / "state")
         assert report.steps == 3
-        found = one(trained, "train(3)")
+        found = value_of(trained, "train(3)")
         report = trained.load(tmp_path / "state", weights_only=True)
         assert report.notes[-1] == "weights only: the optimizer state is unchanged"
         assert max(abs(a - b) for a, b in zip(found, expected, strict=True)) <= 1e-6

@@ -17,7 +17,7 @@ from nbdist.panel import plan_view
 from nbdist.session import device_placement as session_placement
 from nbdist.session import planner
 from tests.e2e.cells import TRAINER
-from tests.e2e.training import MODEL, START, apart, one
+from tests.e2e.training import MODEL, START, max_difference, value_of
 from tests.interrupts import stopped_with
 
 if TYPE_CHECKING:
@@ -80,13 +80,13 @@ def under(session: Session, backend: str, **options: str) -> list[float]:
     """Losses of a training that begins anew."""
     session.switch(backend, **options)
     session.run(START.format(""))
-    return list(one(session, "train(6)"))
+    return list(value_of(session, "train(6)"))
 
 
 @pytest.mark.nightly
 def test_it_trains_as_fsdp_does_and_replicas_are_equal(two_nodes: Session) -> None:
     expected = under(two_nodes, "fsdp")
-    assert apart(under(two_nodes, "fsdp", replicate_across="nodes"), expected) <= 1e-6
+    assert max_difference(under(two_nodes, "fsdp", replicate_across="nodes"), expected) <= 1e-6
     assert two_nodes.options.describe() == "fsdp2, replicate across nodes"
     found = two_nodes.run("looked()").values
     for rank, seen in found.items():
@@ -122,7 +122,7 @@ def test_a_session_on_nodes_is_planned_with_replicas(two_nodes: Session) -> None
 def test_it_goes_to_other_engines_and_back(two_nodes: Session) -> None:
     two_nodes.switch("ddp")
     two_nodes.run(START.format(""))
-    expected = one(two_nodes, "train(8)")
+    expected = value_of(two_nodes, "train(8)")
     two_nodes.run(START.format(""))
     found: list[float] = []
     for backend, across in (
@@ -133,8 +133,8 @@ def test_it_goes_to_other_engines_and_back(two_nodes: Session) -> None:
     ):
         report = two_nodes.switch(backend, **({"replicate_across": across} if across else {}))
         assert report.verified > 0
-        found += one(two_nodes, "train(2)")
-    assert apart(found, expected) <= 1e-6
+        found += value_of(two_nodes, "train(2)")
+    assert max_difference(found, expected) <= 1e-6
 
 
 @pytest.mark.nightly
@@ -142,14 +142,14 @@ def test_a_checkpoint_is_the_same_under_it(two_nodes: Session, tmp_path: Path) -
     two_nodes.switch("fsdp", replicate_across="nodes")
     two_nodes.run(START.format(""))
     two_nodes.save("replicated", wait=True, folder=tmp_path)
-    expected = one(two_nodes, "train(3)")
+    expected = value_of(two_nodes, "train(3)")
     two_nodes.switch(replicate_across="none")
     two_nodes.load("replicated", folder=tmp_path)
     two_nodes.save("cut", wait=True, folder=tmp_path)
-    assert apart(one(two_nodes, "train(3)"), expected) <= 1e-6
+    assert max_difference(value_of(two_nodes, "train(3)"), expected) <= 1e-6
     two_nodes.switch(replicate_across="nodes")
     two_nodes.load("cut", folder=tmp_path)
-    assert apart(one(two_nodes, "train(3)"), expected) <= 1e-6
+    assert max_difference(value_of(two_nodes, "train(3)"), expected) <= 1e-6
     replicated, cut = (written(tmp_path / name) for name in ("replicated", "cut"))
     assert replicated == cut != {}
 
@@ -186,11 +186,13 @@ def test_options_go_with_it(two_nodes: Session, options: dict[str, Any]) -> None
     asked = usual | options
     two_nodes.switch("fsdp", replicate_across="none", **asked)
     two_nodes.run(START.format(""))
-    expected = one(two_nodes, "train(6)")
+    expected = value_of(two_nodes, "train(6)")
     two_nodes.switch("fsdp", replicate_across="nodes", **asked)
     two_nodes.run(START.format(""))
     # in another order of addition, which bf16 shows
-    assert apart(one(two_nodes, "train(6)"), expected) <= (1e-3 if "precision" in options else 1e-6)
+    assert max_difference(value_of(two_nodes, "train(6)"), expected) <= (
+        1e-3 if "precision" in options else 1e-6
+    )
     two_nodes.switch("fsdp", **usual)
 
 
@@ -204,9 +206,9 @@ def test_a_trainer_trains_under_it(two_nodes: Session) -> None:
         two_nodes.switch("fsdp", replicate_across=across)
         _, found[across] = two_nodes.run(code).values[0]
         names = "trainer.model_wrapped.lm_head.weight.device_mesh.mesh_dim_names"
-    assert one(two_nodes, names) == ("dp_replicate", "dp_shard_cp")
+    assert value_of(two_nodes, names) == ("dp_replicate", "dp_shard_cp")
     # a Trainer logs four digits
-    assert apart(found["nodes"], found["none"]) <= 2e-4
+    assert max_difference(found["nodes"], found["none"]) <= 2e-4
 
 
 @pytest.mark.nightly

@@ -151,9 +151,9 @@ def test_a_slow_push_and_pull_say_how_far_they_are(
     share = r"nbdist: {}: [0-9.]+ MiB of {} MiB, [0-9.]+ .iB/s, [0-9]{{1,2}}%"
     end = r"nbdist: {}: {} MiB in [0-9.]+ s, [0-9.]+ .iB/s"
     for doing, total in (("push", "76"), ("pull", "38")):
-        said = [line for line in lines if line.startswith(f"nbdist: {doing}")]
-        assert re.fullmatch(share.format(doing, total), said[0])
-        assert re.fullmatch(end.format(doing, total), said[-1])
+        lines_of_progress = [line for line in lines if line.startswith(f"nbdist: {doing}")]
+        assert re.fullmatch(share.format(doing, total), lines_of_progress[0])
+        assert re.fullmatch(end.format(doing, total), lines_of_progress[-1])
     session.run("del given")
 
 
@@ -305,8 +305,8 @@ def test_a_restart_keeps_the_nodes(session: Session, cluster: LocalNodes) -> Non
 
 def test_stop_ends_python_code_on_all_nodes(session: Session) -> None:
     session.run("kept = 'mine'")
-    said, seconds = stopped(session, SPIN, when=runs_for(session, 0.3))
-    assert "all variables are kept" in said
+    text, seconds = stopped(session, SPIN, when=runs_for(session, 0.3))
+    assert "all variables are kept" in text
     assert seconds < 5
     assert session.run("kept").values == dict.fromkeys(range(3), "mine")
 
@@ -379,14 +379,14 @@ def apart(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Session]:
 def test_a_folder_that_is_not_shared_is_reported_early_and_at_save(
     apart: Session, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    said: list[str] = []
+    lines: list[str] = []
 
     def warned() -> bool:
-        said.append(capsys.readouterr().err)
-        return "save() would fail" in "".join(said)
+        lines.append(capsys.readouterr().err)
+        return "save() would fail" in "".join(lines)
 
     eventually(warned, within_s=20)  # before anything is trained
-    assert f"node beta (127.0.0.1): {tmp_path} is not the same folder there" in "".join(said)
+    assert f"node beta (127.0.0.1): {tmp_path} is not the same folder there" in "".join(lines)
     apart.run(TRAIN)
     apart.run("train(1)")
     with pytest.raises(CellError, match=rf"rank 1: {tmp_path}/checkpoints on .* is missing or not"):
@@ -526,7 +526,7 @@ def test_what_the_cluster_reports_about_a_node_is_shown(
     session: Session, cluster: LocalNodes
 ) -> None:
     session.run(SPIN, background=True)
-    cluster.told[1] = "was taken back by the cluster (preempted)"
+    cluster.messages[1] = "was taken back by the cluster (preempted)"
     with pytest.raises(RankDied, match=r"node beta .* was taken back by the cluster"):
         session.wait(DEAD_S)
 
@@ -677,10 +677,10 @@ def test_cpu_ranks_are_planned_with_the_least_that_a_node_has(unlike: Unlike) ->
             "config = a.current_config()\n"
             "there = choose.build_cluster_spec([5 << 30, 3 << 30], config.hardware, config.nodes)"
         )
-        told = session.run(
+        values = session.run(
             "(there.num_nodes, there.num_cpus, there.smallest_device.free_bytes)"
         ).values
-        assert told == dict.fromkeys(range(2), (2, 4, 3 << 30))
+        assert values == dict.fromkeys(range(2), (2, 4, 3 << 30))
 
 
 def test_gpus_without_bf16_refuse_it_before_a_rank_starts(unlike: Unlike) -> None:

@@ -17,7 +17,7 @@ from nbdist.session import planner
 from nbdist.strategies import STRATEGIES
 from tests import engines
 from tests.conftest import eventually
-from tests.e2e.training import one
+from tests.e2e.training import value_of
 from tests.interrupts import meanwhile
 from tests.nightly import nightly
 
@@ -74,7 +74,7 @@ def ranks(request: pytest.FixtureRequest) -> Iterator[Session]:
         yield session
 
 
-def told(error: CellError) -> str:
+def error_text(error: CellError) -> str:
     """What stands below the cell, as plain text."""
     return re.sub(r"\x1b\[[0-9;]*m", "", "\n".join(error._render_traceback_()))
 
@@ -136,9 +136,9 @@ def test_a_new_prepare_measures_again(ranks: Session) -> None:
 
 
 def test_training_is_the_same_with_and_without_the_measured_step(ranks: Session) -> None:
-    measured = one(ranks, PREPARE + "train(model, optimizer, 5)")
+    measured = value_of(ranks, PREPARE + "train(model, optimizer, 5)")
     later = "from nbdist.worker.memory import memory_probe as measure; measure.WARMUP_STEPS = {}\n"
-    unmeasured = one(ranks, later.format(99) + PREPARE + "train(model, optimizer, 5)")
+    unmeasured = value_of(ranks, later.format(99) + PREPARE + "train(model, optimizer, 5)")
     assert ranks.measured() == {0: None, 1: None}
     ranks.run(later.format(2))
     assert measured == unmeasured
@@ -160,7 +160,7 @@ def test_a_cell_that_fails_in_the_measured_step_leaves_no_trace(ranks: Session) 
         ranks.run("model(input_ids=ids, labels=ids).loss.backward(); 1 / 0")
     modes = "torch.utils._python_dispatch._get_current_dispatch_mode_stack()"
     assert ranks.run(modes).values == {0: [], 1: []}
-    assert "Footprint" not in one(ranks, "repr(torch.UntypedStorage.resize_)")
+    assert "Footprint" not in value_of(ranks, "repr(torch.UntypedStorage.resize_)")
     ranks.run("optimizer.zero_grad(); train(model, optimizer, 1)")
     assert all(ranks.measured().values())
 
@@ -183,7 +183,7 @@ def test_accumulation_is_measured_over_all_micro_batches() -> None:
         check = planner.compare_with_measured(session)
         assert check.allocated.relative_error == pytest.approx(0, abs=BAR)
         whole = next(line for line in check.lines if line.part == "gradients")
-        assert whole.measured_bytes == 4 * one(
+        assert whole.measured_bytes == 4 * value_of(
             session, "sum(p.numel() for p in model.parameters())"
         )
 
@@ -314,7 +314,7 @@ def test_looking_at_the_loader_changes_nothing() -> None:
      encoded.seq_len, slow.batch_size, slow.seq_len, slow.assumption)
     """
     with Session(nproc=1) as session:
-        found = one(session, MODEL + textwrap.dedent(code))
+        found = value_of(session, MODEL + textwrap.dedent(code))
         assert found[:-1] == (2, 64, 3, 64, 0, 64, 2, None)
         assert "does not show its sequence length" in found[-1]
 
@@ -344,7 +344,7 @@ def test_memory_that_cannot_be_had_is_explained_once(
 ) -> None:
     with pytest.raises(CellError) as caught:
         small.run(code)
-    text = told(caught.value)
+    text = error_text(caught.value)
     assert text.count("out of memory; this rank held") == 1
     assert "(as 1 more)" in text
     assert cause in text
@@ -354,7 +354,7 @@ def test_memory_that_cannot_be_had_is_explained_once(
 def test_one_rank_alone_is_explained_too(small: Session) -> None:
     with pytest.raises(CellError) as caught:
         small.run("torch.empty(10**15)", ranks=[1])
-    assert "rank 1: out of memory; this rank held" in told(caught.value)
+    assert "rank 1: out of memory; this rank held" in error_text(caught.value)
 
 
 def test_training_that_does_not_fit_gets_lines_to_paste(small: Session) -> None:
@@ -375,7 +375,7 @@ def test_training_that_does_not_fit_gets_lines_to_paste(small: Session) -> None:
     )
     with pytest.raises(CellError) as caught:
         small.run(textwrap.dedent(limited).format(free=need))
-    text = told(caught.value)
+    text = error_text(caught.value)
     assert text.count("out of memory; this rank held") == 1
     assert "parameters" in text
     pasted = re.findall(r"^  %%distribute --backend (\w+).*# predicted", text, re.MULTILINE)

@@ -13,7 +13,7 @@ from safetensors.torch import load_file
 
 from nbdist import CellError, Session
 from tests import engines
-from tests.e2e.training import one
+from tests.e2e.training import value_of
 from tests.nightly import nightly
 
 if TYPE_CHECKING:
@@ -54,7 +54,7 @@ RERUN = textwrap.dedent(
     schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda n: 1.0)
     loader = torch.utils.data.DataLoader(tokens, batch_size=4)
     model, optimizer, schedule, loader = accelerator.prepare(model, optimizer, schedule, loader)
-    at_once, earlier = sum(one() is not None for one in models), list(models)
+    at_once, earlier = sum(evaluate() is not None for one in models), list(models)
     models += [weakref.ref(model), weakref.ref(accelerator.unwrap_model(model))]
     for batch in loader:
         outputs = model(input_ids=batch, labels=batch)
@@ -62,7 +62,7 @@ RERUN = textwrap.dedent(
         accelerator.backward(loss)
         optimizer.step(); schedule.step(); optimizer.zero_grad()
         break
-    still_alive = sum(one() is not None for one in earlier)
+    still_alive = sum(evaluate() is not None for one in earlier)
     at_once, still_alive, len(accelerator._models), len(accelerator._optimizers)
     """
 )
@@ -163,14 +163,14 @@ def test_an_earlier_model_whose_loss_is_kept_is_not_saved(ranks: Session, tmp_pa
 
 
 def test_preparing_what_is_prepared_changes_nothing(ranks: Session) -> None:
-    expected = one(ranks, IN_ONE_CALL + "train(model, optimizer)\ntrain(model, optimizer)")
+    expected = value_of(ranks, IN_ONE_CALL + "train(model, optimizer)\ntrain(model, optimizer)")
     code = (
         "again = accelerator.prepare(model, optimizer); "
         "assert again[0] is model and again[1] is optimizer; "
         "loader, same = accelerator.prepare(torch.utils.data.DataLoader(tokens), model); "
         "assert same is model and len(loader) == 32\n"
     )
-    found = one(ranks, f"{IN_ONE_CALL}train(model, optimizer)\n{code}train(model, optimizer)")
+    found = value_of(ranks, f"{IN_ONE_CALL}train(model, optimizer)\n{code}train(model, optimizer)")
     assert found == pytest.approx(expected, abs=1e-5)
     ranks.run("del model, optimizer, again, same, loader")
 
@@ -184,8 +184,8 @@ train(model, optimizer)
 
 def test_a_prepared_model_gets_another_optimizer(ranks: Session) -> None:
     once = "model = build()" + ANOTHER_OPTIMIZER
-    expected = one(ranks, once + "train(model, optimizer)")
-    assert one(ranks, once + ANOTHER_OPTIMIZER) == pytest.approx(expected, abs=1e-5)
+    expected = value_of(ranks, once + "train(model, optimizer)")
+    assert value_of(ranks, once + ANOTHER_OPTIMIZER) == pytest.approx(expected, abs=1e-5)
     if ranks.backend.startswith("fsdp"):
         with pytest.raises(CellError, match="Sequential contains a model that FSDP has sharded"):
             ranks.run("around = torch.nn.Sequential(model); accelerator.prepare(around, optimizer)")
@@ -198,7 +198,7 @@ def test_what_is_prepared_after_its_model_is_wrapped_once(ranks: Session) -> Non
     ranks.run("model = accelerator.prepare(build()); optimizer = adam(model)")
     ranks.run("loader = torch.utils.data.DataLoader(tokens)")
     again = "optimizer, loader = accelerator.prepare(optimizer, loader)\n" * 2
-    found = one(ranks, again + "len(loader), type(optimizer.optimizer).__name__")
+    found = value_of(ranks, again + "len(loader), type(optimizer.optimizer).__name__")
     assert found == (32, "AdamW")
     ranks.run("del model, optimizer, loader")
 
@@ -208,16 +208,16 @@ def test_an_optimizer_that_was_in_use_during_prepare_goes_afterwards(ranks: Sess
     watch = "models.append(weakref.ref(accelerator.unwrap_model(model)))\n"
     for _ in range(2):
         ranks.run(IN_ONE_CALL + watch + "loss = train(model, optimizer)")
-    alive = "sum(one() is not None for one in models)"
-    assert one(ranks, f"gc.collect(); {alive}, len(accelerator._optimizers)") == (1, 1)
+    alive = "sum(evaluate() is not None for one in models)"
+    assert value_of(ranks, f"gc.collect(); {alive}, len(accelerator._optimizers)") == (1, 1)
     ranks.run("del model, optimizer")
 
 
 def test_the_bare_model_of_a_prepared_one_can_be_prepared_again(ranks: Session) -> None:
-    expected = one(ranks, IN_ONE_CALL + "train(model, optimizer)\ntrain(model, optimizer)")
+    expected = value_of(ranks, IN_ONE_CALL + "train(model, optimizer)\ntrain(model, optimizer)")
     first = "net = build(); raw = adam(net); "
     twice = "model, optimizer = accelerator.prepare(net, raw); train(model, optimizer)\n"
-    assert one(ranks, first + twice * 2) == expected
+    assert value_of(ranks, first + twice * 2) == expected
     ranks.run("del model, optimizer, net, raw")
 
 
@@ -226,7 +226,7 @@ CRITIC = IN_ONE_CALL.replace("model", "critic").replace("optimizer", "second")
 
 def test_two_models_stay_and_both_train(ranks: Session, tmp_path: Path) -> None:
     code = IN_ONE_CALL + CRITIC + "two = train(model, optimizer), train(critic, second)\n"
-    losses, kept = one(ranks, code + "two, len(accelerator._models)")
+    losses, kept = value_of(ranks, code + "two, len(accelerator._models)")
     ranks.save("both", folder=tmp_path, wait=True)  # no gradients of a model are pending
     ranks.run("models = [critic]; del critic, second")
     loaded = ranks.load("both", folder=tmp_path, weights_only=True)
@@ -255,10 +255,10 @@ loss.item()
 
 @pytest.mark.nightly
 def test_a_compiled_model_is_prepared_saved_and_exported(ranks: Session, tmp_path: Path) -> None:
-    expected = one(ranks, COMPILED.format(net="net"))
+    expected = value_of(ranks, COMPILED.format(net="net"))
     ranks.run("del net, steps, loss")
     compiled = COMPILED.format(net="torch.compile(net, backend='aot_eager')")
-    assert one(ranks, compiled) == pytest.approx(expected, abs=1e-5)
+    assert value_of(ranks, compiled) == pytest.approx(expected, abs=1e-5)
     ranks.save("compiled", folder=tmp_path, wait=True)
     ranks.load("compiled", folder=tmp_path)
     ranks.export(tmp_path / "model", model="net")
@@ -267,25 +267,25 @@ def test_a_compiled_model_is_prepared_saved_and_exported(ranks: Session, tmp_pat
 
 
 def test_a_model_trains_on_after_an_error_in_backward(ranks: Session) -> None:
-    expected = one(ranks, IN_ONE_CALL + "train(model, optimizer)")
+    expected = value_of(ranks, IN_ONE_CALL + "train(model, optimizer)")
     ranks.run(IN_ONE_CALL + "kept = model(input_ids=tokens[:4], labels=tokens[:4])")
     with pytest.raises(CellError, match="on purpose"):
         ranks.run(
             "def fail(_): raise ValueError('on purpose')\n"
             "kept.loss.register_hook(fail); accelerator.backward(kept.loss)"
         )
-    assert one(ranks, "train(model, optimizer)") == pytest.approx(expected, abs=1e-5)
+    assert value_of(ranks, "train(model, optimizer)") == pytest.approx(expected, abs=1e-5)
     ranks.run("del kept")
 
 
 def test_two_models_may_be_loaded_in_another_order(ranks: Session, tmp_path: Path) -> None:
     ranks.run(IN_ONE_CALL + CRITIC + "train(critic, second)")
     ranks.save("both", folder=tmp_path, wait=True)
-    expected = one(ranks, "train(model, optimizer), train(critic, second)")
+    expected = value_of(ranks, "train(model, optimizer), train(critic, second)")
     ranks.run("del model, optimizer, critic, second")
     ranks.run(CRITIC + IN_ONE_CALL)
     ranks.load("both", folder=tmp_path)
-    assert one(ranks, "train(model, optimizer), train(critic, second)") == expected
+    assert value_of(ranks, "train(model, optimizer), train(critic, second)") == expected
     ranks.run("del model, optimizer, critic, second")
 
 
@@ -294,10 +294,10 @@ def test_a_model_whose_embedding_or_head_is_shared_trains_as_without_an_engine(
     ranks: Session, build: str
 ) -> None:
     ranks.run(SHARED)
-    expected = one(ranks, f"model = {build}(); without_engine(model, adam(model))")
+    expected = value_of(ranks, f"model = {build}(); without_engine(model, adam(model))")
     code = IN_ONE_CALL.replace("build", build) + "train(model, optimizer), type(model).__name__\n"
-    loss, wrapped = one(ranks, code)
-    head = one(ranks, "type(accelerator.unwrap_model(model).get_output_embeddings()).__name__")
+    loss, wrapped = value_of(ranks, code)
+    head = value_of(ranks, "type(accelerator.unwrap_model(model).get_output_embeddings()).__name__")
     ranks.run("del model, optimizer")
     assert re.fullmatch(WRAPPED[ranks.backend.rstrip("123")], wrapped)
     assert head in {"Linear", "FSDPLinear"}
@@ -320,8 +320,8 @@ def test_the_state_of_the_living_models_is_saved(ranks: Session, tmp_path: Path)
     "ranks", [*map(nightly, ("ddp", "fsdp1", "fsdp2")), "zero3"], indirect=True
 )
 def test_a_trainer_may_evaluate_before_it_trains(ranks: Session) -> None:
-    expected = one(ranks, TRAINER.format(before=""))
-    found = one(ranks, TRAINER.format(before="trainer.evaluate()"))
+    expected = value_of(ranks, TRAINER.format(before=""))
+    found = value_of(ranks, TRAINER.format(before="trainer.evaluate()"))
     assert found == pytest.approx(expected, abs=1e-4)
 
 
@@ -335,13 +335,13 @@ def test_a_trainer_may_get_its_training_data_after_an_evaluation(ranks: Session)
         with pytest.raises(CellError, match="create a new model and Trainer"):
             ranks.run(TRAINER.format(before=before))
     else:
-        expected = one(ranks, TRAINER.format(before=""))
-        assert one(ranks, TRAINER.format(before=before)) == pytest.approx(expected, abs=1e-4)
+        expected = value_of(ranks, TRAINER.format(before=""))
+        assert value_of(ranks, TRAINER.format(before=before)) == pytest.approx(expected, abs=1e-4)
 
 
 @pytest.mark.parametrize("ranks", ["fsdp2"], indirect=True)
 def test_model_first_and_its_optimizer_later_is_the_same(ranks: Session) -> None:
-    expected = one(ranks, IN_ONE_CALL + "train(model, optimizer)")
+    expected = value_of(ranks, IN_ONE_CALL + "train(model, optimizer)")
     before = "model = build(); raw = adam(model); model = accelerator.prepare(model)\n"
     after = "model = accelerator.prepare(build())\nwith torch.no_grad(): model(input_ids=tokens)\n"
     ways = (
@@ -351,7 +351,7 @@ def test_model_first_and_its_optimizer_later_is_the_same(ranks: Session) -> None
         after + "model, optimizer = accelerator.prepare(model, adam(model))\n",
     )
     for way in ways:
-        assert one(ranks, way + "train(model, optimizer)") == pytest.approx(expected, abs=1e-5)
+        assert value_of(ranks, way + "train(model, optimizer)") == pytest.approx(expected, abs=1e-5)
     with pytest.raises(CellError, match="not those of a prepared model"):
         ranks.run("accelerator.prepare(adam(build()))")
 
@@ -366,7 +366,7 @@ def test_an_optimizer_of_parameters_that_were_replaced_is_refused(ranks: Session
 
 @pytest.mark.parametrize("ranks", ["fsdp2"], indirect=True)
 def test_an_optimizer_that_is_built_or_extended_after_an_evaluation_trains(ranks: Session) -> None:
-    expected = one(ranks, IN_ONE_CALL + "train(model, optimizer)")
+    expected = value_of(ranks, IN_ONE_CALL + "train(model, optimizer)")
     evaluate = "with torch.no_grad(): model(input_ids=tokens)\n"
     built = "model = accelerator.prepare(build())\n" + evaluate + "optimizer = adam(model)\n"
     extended = (
@@ -377,7 +377,7 @@ def test_an_optimizer_that_is_built_or_extended_after_an_evaluation_trains(ranks
         "optimizer.add_param_group({'params': rest})\n"
     )
     for way in (built, extended):
-        assert one(ranks, way + "train(model, optimizer)") == pytest.approx(expected, abs=1e-5)
+        assert value_of(ranks, way + "train(model, optimizer)") == pytest.approx(expected, abs=1e-5)
 
 
 @pytest.mark.parametrize("ranks", ["fsdp2", "zero3"], indirect=True)
@@ -420,7 +420,7 @@ def test_a_model_may_return_a_distribution(ranks: Session) -> None:
     plain = SimpleNamespace(prepare=lambda *given: given, backward=torch.Tensor.backward)
     alone: dict[str, Any] = {"torch": torch, "accelerator": plain}
     exec(cell, alone)  # noqa: S102 - the same cell, without ranks
-    assert one(ranks, cell) == pytest.approx(alone["loss"].item(), abs=1e-4)
+    assert value_of(ranks, cell) == pytest.approx(alone["loss"].item(), abs=1e-4)
     if ranks.backend == "fsdp2":
         hidden = POLICY.format(
             output=f"(lambda: {categorical})", log_prob="model(inputs)().log_prob"
@@ -447,9 +447,9 @@ def test_state_dict_of_full_parameters_is_whole_and_stays(ranks: Session) -> Non
     )
     ranks.run("accelerator.unwrap_model(model).load_state_dict(best)")
     again = "with nbdist.full_parameters(model) as bare: found = bare.weight.sum().item()\n"
-    assert one(ranks, again + "abs(found - total)") < 1e-6
+    assert value_of(ranks, again + "abs(found - total)") < 1e-6
     if ranks.backend != "ddp":  # where it is the live model
-        assert one(ranks, "abs(kept['weight'].sum().item() - total)") < 1e-6
+        assert value_of(ranks, "abs(kept['weight'].sum().item() - total)") < 1e-6
     ranks.run("del model, optimizer, bare, linear, best, kept")
 
 
@@ -464,7 +464,7 @@ def test_two_models_may_share_a_frozen_part(ranks: Session) -> None:
             norms.append(accelerator.clip_grad_norm_(model.parameters(), 1.0).item())
             optimizer.step(); models += [model, optimizer]
     """)
-    assert min(one(ranks, "norms")) > 0
+    assert min(value_of(ranks, "norms")) > 0
     ranks.run("del models, model, optimizer")
 
 
@@ -540,7 +540,7 @@ def test_an_fsdp_config_file_cuts_where_it_says() -> None:
     with Session(nproc=2, backend="fsdp", fsdp_config=FSDP_FILE) as session:
         session.run(MODEL)
         units = "[type(m).__name__ for m in model.modules() if hasattr(m, 'unshard')]"
-        found = one(session, IN_ONE_CALL + f"train(model, optimizer), {units}")
+        found = value_of(session, IN_ONE_CALL + f"train(model, optimizer), {units}")
         assert found[1].count("FSDPGPT2MLP") == 2
         assert "FSDPGPT2Block" not in found[1]
         assert found[0] < 5.4
@@ -553,8 +553,8 @@ def test_a_deepspeed_config_file_with_auto_values_trains() -> None:
         for _ in range(2):
             assert session.run(RERUN).values[0][1:] == (0, 1, 1)
         config = "accelerator.deepspeed_config['zero_optimization']['reduce_bucket_size']"
-        assert one(session, config) == 45 * 45
-        assert one(session, "train(model, optimizer)") < 5.4
+        assert value_of(session, config) == 45 * 45
+        assert value_of(session, "train(model, optimizer)") < 5.4
 
 
 @pytest.mark.nightly

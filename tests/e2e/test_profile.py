@@ -39,7 +39,7 @@ def test_a_loop_without_a_bottleneck_is_bound_by_computing(session: Session) -> 
         profile := bottleneck_loops.profiled(session, bottleneck_loops.CONTROL),
         bottleneck_loops.CONTROL,
     )
-    assert profile.verdict == bottleneck_loops.CONTROL.said
+    assert profile.verdict == bottleneck_loops.CONTROL.expected
     assert not profile.advice
 
 

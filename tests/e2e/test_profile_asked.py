@@ -87,12 +87,12 @@ def test_a_loop_that_runs_is_profiled_while_it_goes_on(
     assert not result.done
     shown = ""
 
-    def told() -> bool:
+    def is_reported() -> bool:
         nonlocal shown
         shown += capsys.readouterr().out
         return session.profiles[-1].verdict in shown
 
-    eventually(told, within_s=10)
+    eventually(is_reported, within_s=10)
     reported = len(session.metrics)
     eventually(lambda: len(session.metrics) > reported, within_s=30)
     end(session, result)
@@ -234,8 +234,8 @@ def test_the_magic_profiles_a_loop_in_the_background(notebook: LiveKernel) -> No
     request = notebook.send(f"%%distribute --background\n{loop(4000)}")
     assert notebook.collect(request).status == "ok"
     try:
-        said = notebook.run("%nbdist profile --steps 3")
-        assert "profiling the running cell" in said.text, said.text
+        text = notebook.run("%nbdist profile --steps 3")
+        assert "profiling the running cell" in text.text, text.text
         below = notebook.below(request, until="part of a step")
         assert any("text/html" in output.get("data", {}) for output in below.outputs)
     finally:

@@ -100,7 +100,7 @@ class Profiler:
         )
         return name, replies
 
-    def told(self, name: str) -> Mapping[int, Any]:
+    def replies_of(self, name: str) -> Mapping[int, Any]:
         eventually(lambda: len(self._heard.get(name, {})) == 2, within_s=20)
         return self._heard[name]
 
@@ -109,16 +109,16 @@ class Profiler:
         name, replies = self.ask(**asked)
         assert {one["status"] for one in replies.values()} == {"ok"}, replies
         self.session.run(code)
-        told = self.told(name)
-        assert "error" not in told[0], told[0]
-        return [RankProfile.from_json(told[rank]["figures"]) for rank in (0, 1)]
+        replies = self.replies_of(name)
+        assert "error" not in replies[0], replies[0]
+        return [RankProfile.from_json(replies[rank]["figures"]) for rank in (0, 1)]
 
     def fail(self, code: str, **asked: Any) -> str:
         """Profile a cell that gives no figures; the sentence."""
         name, _ = self.ask(**asked)
         self.session.run(code)
-        told = self.told(name)
-        return str(told[0]["error"])
+        replies = self.replies_of(name)
+        return str(replies[0]["error"])
 
 
 @pytest.fixture(
@@ -328,7 +328,7 @@ def test_lines_are_of_whole_steps(profiler: Profiler) -> None:
     name, _ = profiler.ask(steps=10)
     with pytest.raises(CellError, match="mine"):
         profiler.session.run(textwrap.dedent(code))
-    one = RankProfile.from_json(profiler.told(name)[0]["figures"])
+    one = RankProfile.from_json(profiler.replies_of(name)[0]["figures"])
     assert sum(line.seconds for line in one.lines) < 1.1 * one.step_s
     assert one.loaders[0].batches == 1
 
@@ -388,7 +388,7 @@ def test_an_exception_in_the_window_harms_nothing(profiler: Profiler) -> None:
     name, _ = profiler.ask(steps=10)
     with pytest.raises(CellError, match="mine"):
         profiler.session.run(code)
-    assert len(RankProfile.from_json(profiler.told(name)[0]["figures"]).steps) == 3
+    assert len(RankProfile.from_json(profiler.replies_of(name)[0]["figures"]).steps) == 3
     assert values(profiler.session.run("patched()")) == before
     assert profiler.run("train(9)")[0].ended == "steps"
 
@@ -403,7 +403,7 @@ def test_two_profiles_at_once_are_refused_and_a_running_loop_can_be_profiled(
     assert {one["status"] for one in replies.values()} == {"ok"}
     _, second = profiler.ask(cell=cell)
     assert "already running" in second[0]["error"]
-    ends = [profiler.told(name)[rank]["figures"]["ends"] for rank in (0, 1)]
+    ends = [profiler.replies_of(name)[rank]["figures"]["ends"] for rank in (0, 1)]
     assert [len(one) for one in ends] == [6, 6]
     profiler.session.interrupt()
     with pytest.raises(CellError, match="KeyboardInterrupt"):
@@ -469,7 +469,7 @@ def test_a_profiler_with_a_schedule_gets_its_steps(profiler: Profiler, wait: int
 @pytest.mark.nightly
 def test_a_profiler_that_is_prepared_by_a_schedule_wins(profiler: Profiler) -> None:
     profiler.session.run(OWN)
-    told = profiler.fail(SCHEDULED.format(wait=0, warmup=12), steps=6)
-    assert "its own torch profiler" in told
+    text = profiler.fail(SCHEDULED.format(wait=0, warmup=12), steps=6)
+    assert "its own torch profiler" in text
     assert values(profiler.session.run("other_rows"))[0] > 0
     profiler.run("train(9)")  # one that is over is none

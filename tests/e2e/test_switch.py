@@ -8,7 +8,15 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from nbdist import CellError, OptionError, Session, SwitchError
-from tests.e2e.training import BACKENDS, MODEL, START, WRAPPED, apart, one, straight
+from tests.e2e.training import (
+    BACKENDS,
+    MODEL,
+    START,
+    WRAPPED,
+    max_difference,
+    train_without_switch,
+    value_of,
+)
 from tests.nightly import nightly, with_core
 
 if TYPE_CHECKING:
@@ -61,17 +69,17 @@ def all_pairs(names: list[str]) -> Iterator[str]:
 def test_all_pairs_in_one_training(trained: Session) -> None:
     walk = list(all_pairs(BACKENDS))
     assert len({*zip([BACKENDS[0], *walk], walk, strict=False)}) == 30
-    expected = straight(trained, "", 2 * len(walk))
+    expected = train_without_switch(trained, "", 2 * len(walk))
     trained.switch("ddp")
     trained.run(START.format(""))
     found: list[float] = []
     for backend in walk:
         report = trained.switch(backend)
         assert report.verified > 0
-        wrapped, losses = one(trained, "(type(model).__name__, train(2))")
+        wrapped, losses = value_of(trained, "(type(model).__name__, train(2))")
         assert wrapped == WRAPPED[backend]
         found += losses
-    assert apart(found, expected) <= 1e-6
+    assert max_difference(found, expected) <= 1e-6
 
 
 VARIATIONS: dict[str, tuple[str, dict[str, Any]]] = {
@@ -90,14 +98,14 @@ VARIATIONS: dict[str, tuple[str, dict[str, Any]]] = {
 def test_variations_go_on_as_without_a_switch(trained: Session, name: str) -> None:
     build, options = VARIATIONS[name]
     walk = ["fsdp2", "zero3", "zero1", "fsdp1", "zero2", "ddp"]
-    expected = straight(trained, build, 2 * len(walk), **options)
+    expected = train_without_switch(trained, build, 2 * len(walk), **options)
     trained.switch("ddp", **options)
     trained.run(START.format(build))
     found: list[float] = []
     for backend in walk:
         trained.switch(backend)
-        found += one(trained, "train(2)")
-    assert apart(found, expected) <= (1e-6 if not options else 2e-6)
+        found += value_of(trained, "train(2)")
+    assert max_difference(found, expected) <= (1e-6 if not options else 2e-6)
 
 
 def test_variables_go_on_and_stale_references_say_so(trained: Session) -> None:
@@ -109,8 +117,8 @@ def test_variables_go_on_and_stale_references_say_so(trained: Session) -> None:
     )
     report = trained.switch("fsdp2")
     assert {"model", "optimizer", "bare", "head", "weight"} <= set(report.bound)
-    assert one(trained, "mine == {'a': [1, 2]} and same is accelerator")
-    assert one(trained, "head is model.lm_head and weight is model.lm_head.weight")
+    assert value_of(trained, "mine == {'a': [1, 2]} and same is accelerator")
+    assert value_of(trained, "head is model.lm_head and weight is model.lm_head.weight")
     with pytest.raises(
         CellError, match="prepared with ddp, but the session has since switched to fsdp2"
     ):
@@ -138,15 +146,15 @@ def test_objects_of_the_user_have_the_new_model(trained: Session) -> None:
     """)
     trained.switch("fsdp2")
     trained.run("model, optimizer, schedule = loop.model, loop.optimizer, loop.schedule; train(1)")
-    assert one(trained, "type(model).__name__") == WRAPPED["fsdp2"]
-    assert one(trained, "loop.nets[1][0] is model is loop.average.of")
-    assert one(trained, "schedule.optimizer is optimizer.optimizer")
+    assert value_of(trained, "type(model).__name__") == WRAPPED["fsdp2"]
+    assert value_of(trained, "loop.nets[1][0] is model is loop.average.of")
+    assert value_of(trained, "schedule.optimizer is optimizer.optimizer")
     trained.run("del loop, unbound")
 
 
 @pytest.mark.fault("E15")
 def test_a_failed_phase_brings_the_old_engine_back(trained: Session) -> None:
-    expected = straight(trained, "", 8)
+    expected = train_without_switch(trained, "", 8)
     trained.run(START.format(""))
     trained.switch("fsdp2")
     found = []
@@ -163,10 +171,10 @@ def test_a_failed_phase_brings_the_old_engine_back(trained: Session) -> None:
             trained.switch("zero3")
         trained.run("inside.before_phase.clear()")
         assert trained.backend == "fsdp2"
-        assert one(trained, "type(model).__name__") == WRAPPED["fsdp2"]
-        found += one(trained, "train(1)")
-    found += one(trained, "train(1)")
-    assert apart(found, expected) <= 1e-6
+        assert value_of(trained, "type(model).__name__") == WRAPPED["fsdp2"]
+        found += value_of(trained, "train(1)")
+    found += value_of(trained, "train(1)")
+    assert max_difference(found, expected) <= 1e-6
 
 
 def test_an_engine_that_cannot_be_made_brings_the_old_one_back(trained: Session) -> None:
@@ -183,9 +191,9 @@ def test_an_engine_that_cannot_be_made_brings_the_old_one_back(trained: Session)
     with pytest.raises(SwitchError, match=r"failed while building.*on purpose"):
         trained.switch("zero2")
     assert trained.backend == "ddp"
-    assert len(one(trained, "train(1)")) == 1
+    assert len(value_of(trained, "train(1)")) == 1
     trained.switch("zero2")
-    assert len(one(trained, "train(1)")) == 1
+    assert len(value_of(trained, "train(1)")) == 1
 
 
 def test_what_cannot_be_carried_is_refused_before_anything_moves(trained: Session) -> None:
@@ -193,10 +201,10 @@ def test_what_cannot_be_carried_is_refused_before_anything_moves(trained: Sessio
     trained.run(START.format("make=torch.optim.Adafactor, lr=1e-3"))
     with pytest.raises(SwitchError, match=r"Adafactor is not known.*--reset-optimizer"):
         trained.switch("zero2")
-    assert len(one(trained, "train(1)")) == 1
+    assert len(value_of(trained, "train(1)")) == 1
     for _ in range(2):  # also where the backend stays
         assert "without its state" in str(trained.switch("zero2", reset_optimizer=True))
-    assert len(one(trained, "train(1)")) == 1
+    assert len(value_of(trained, "train(1)")) == 1
     with pytest.raises(OptionError):
         trained.switch("zero9")
     trained.run(
@@ -256,26 +264,26 @@ def test_a_trainer_switches_between_two_calls_of_train(trained: Session) -> None
     walk = ["ddp", "fsdp2", "zero2", "fsdp1", "zero3", "ddp"]
     trained.switch("ddp")
     trained.run(TRAINER)
-    expected = [one(trained, "again()") for _ in walk]
+    expected = [value_of(trained, "again()") for _ in walk]
     trained.run(TRAINER)
     for number, backend in enumerate(walk):
         trained.switch(backend)
-        wrapped, steps, losses = one(trained, "again()")
+        wrapped, steps, losses = value_of(trained, "again()")
         assert (wrapped, steps) == (WRAPPED[backend], {3.0 * (number + 1)})
-        assert apart(losses, expected[number][2]) <= 1e-6
+        assert max_difference(losses, expected[number][2]) <= 1e-6
 
 
 @pytest.mark.parametrize("backend", ["zero2", "fsdp2", nightly("zero3")])
 def test_a_trainer_that_was_created_before_a_switch_trains(trained: Session, backend: str) -> None:
     trained.switch("ddp")
     trained.run(TRAINER)
-    _, _, expected = one(trained, "again()")
+    _, _, expected = value_of(trained, "again()")
     trained.switch("ddp")
     trained.run(TRAINER)
     trained.switch(backend)
-    wrapped, _, losses = one(trained, "again()")
+    wrapped, _, losses = value_of(trained, "again()")
     assert wrapped == WRAPPED[backend]
-    assert apart(losses, expected) <= 1e-6
+    assert max_difference(losses, expected) <= 1e-6
 
 
 def test_the_parts_of_a_trainer_have_the_new_model(trained: Session) -> None:
@@ -303,9 +311,9 @@ def test_the_parts_of_a_trainer_have_the_new_model(trained: Session) -> None:
     """)
     trained.switch("zero2")
     trained.run("again()")
-    assert one(trained, "trainer.data_collator.model is trainer.model")
-    assert one(trained, "trainer.losses['main'].inner['model'] is trainer.model")
-    assert one(trained, "trainer.run_model.__self__ is trainer.model")
+    assert value_of(trained, "trainer.data_collator.model is trainer.model")
+    assert value_of(trained, "trainer.losses['main'].inner['model'] is trainer.model")
+    assert value_of(trained, "trainer.run_model.__self__ is trainer.model")
     trained.run("del trainer")
 
 
@@ -345,7 +353,7 @@ def test_a_function_of_the_models_modules_and_a_plain_tensor_switch(trained: Ses
     """)
     notes = trained.switch("fsdp2").notes
     assert [note for note in notes if "are not carried (layers.0)" in note]
-    assert one(trained, "accelerator.unwrap_model(block).mean.tolist()") == [1, 1, 1, 1]
+    assert value_of(trained, "accelerator.unwrap_model(block).mean.tolist()") == [1, 1, 1, 1]
     trained.run("accelerator.backward(block(torch.ones(1, 4)).sum()); sgd.step(); sgd.zero_grad()")
     trained.run("[each.requires_grad_(False) for each in block.parameters()]")
     with pytest.raises(SwitchError, match="All parameters in a group of SGD are frozen, such as"):
@@ -374,9 +382,9 @@ def test_weights_that_a_module_computes_before_its_forward_train_after_a_switch_
             sgd.step(), sgd.zero_grad(), alone_sgd.step(), alone_sgd.zero_grad()
             return abs(loss.item() - expected.item())
     """)
-    assert one(trained, "max(distance() for _ in range(2))") < 1e-5
+    assert value_of(trained, "max(distance() for _ in range(2))") < 1e-5
     trained.switch("zero3")
-    assert one(trained, "max(distance() for _ in range(3))") < 1e-5
+    assert value_of(trained, "max(distance() for _ in range(3))") < 1e-5
     trained.run("del spectral, sgd, alone, alone_sgd")
 
 
@@ -429,7 +437,7 @@ def test_page_locked_memory_is_given_back_when_no_copy_of_the_state_lives(
         trained.run("copies.clear(); left.clear()")
         take()
         trained.run("save.__self__.wait()")
-        assert one(trained, "len(copies) > 0 and left[-1] == 0"), take
+        assert value_of(trained, "len(copies) > 0 and left[-1] == 0"), take
     trained.run("shards.copy_to_host, shards.empty_pinned_cache = genuine")
 
 
@@ -449,11 +457,11 @@ def test_a_scheduler_prepared_after_its_optimizer_is_the_same_under_every_backen
     )
     trained.switch("ddp")
     trained.run(f"from torch import nn\n{start}")
-    expected = [one(trained, step) for _ in range(3)][-1]
+    expected = [value_of(trained, step) for _ in range(3)][-1]
     trained.switch("zero2")
     trained.run(start)
-    one(trained, step)
+    value_of(trained, step)
     trained.switch("fsdp")
-    one(trained, step)
+    value_of(trained, step)
     trained.switch("ddp")
-    assert one(trained, step) == pytest.approx(expected)
+    assert value_of(trained, step) == pytest.approx(expected)

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 from nbdist import CellError, Session, SwitchError
-from tests.e2e.training import one
+from tests.e2e.training import value_of
 from tests.nightly import nightly
 
 if TYPE_CHECKING:
@@ -85,11 +85,11 @@ def test_layers_that_were_unfrozen_are_trained_on(ranks: Session) -> None:
     )
     ranks.switch("ddp")
     ranks.run("from nbdist.worker.memory.memory_probe import current_probe")
-    assert one(
+    assert value_of(
         ranks, "[list(shape) for shape, _ in current_probe.probe.forward_inputs.values()]"
     ) == [[4, 8]]  # plans go on with the batches that were seen
-    assert one(ranks, "[len(g['params']) for g in optimizer.param_groups]") == [4, 2]
-    assert one(ranks, "[p.requires_grad for p in model.parameters()]") == [True] * 5 + [False]
+    assert value_of(ranks, "[len(g['params']) for g in optimizer.param_groups]") == [4, 2]
+    assert value_of(ranks, "[p.requires_grad for p in model.parameters()]") == [True] * 5 + [False]
 
 
 def test_parameters_of_another_model_are_refused(ranks: Session) -> None:
@@ -112,10 +112,10 @@ def test_tensors_kept_aside_say_that_they_are_old(
         "before = mean.clone()"
     )
     ranks.switch("zero1")
-    assert one(ranks, "torch.equal(mean, before)")
+    assert value_of(ranks, "torch.equal(mean, before)")
     use = "try:\n    kept[{}].sum()\nexcept Exception as error:\n    said = str(error)\nsaid"
     for place in (0, -1):
-        assert f"This object was prepared with {backend}" in one(ranks, use.format(place))
+        assert f"This object was prepared with {backend}" in value_of(ranks, use.format(place))
     ranks.run("train(3, model, optimizer)")  # measures itself, and trips over nothing
     captured = capsys.readouterr()
     assert "measurement" not in captured.out + captured.err
@@ -134,12 +134,12 @@ def test_hooks_counts_and_schedulers_that_no_prepare_saw_go_on(ranks: Session) -
     report = ranks.switch("fsdp2")
     assert any("gradient hooks of 1 parameters" in note for note in report.notes)
     ranks.run("train(2, model, optimizer); plateau.step(2.0)")
-    assert one(ranks, "optimizer.optimizer.calls") == 4
-    assert one(ranks, "len(steps)") == 2
-    assert one(ranks, "optimizer.param_groups[0]['lr']") == pytest.approx(1e-3)
+    assert value_of(ranks, "optimizer.optimizer.calls") == 4
+    assert value_of(ranks, "len(steps)") == 2
+    assert value_of(ranks, "optimizer.param_groups[0]['lr']") == pytest.approx(1e-3)
     report = ranks.switch("ddp", nproc=1)
     assert any("step hooks of Counting" in note for note in report.notes)
-    assert one(ranks, "optimizer.optimizer.calls") == 4
+    assert value_of(ranks, "optimizer.optimizer.calls") == 4
     ranks.switch("ddp", nproc=2)
 
 

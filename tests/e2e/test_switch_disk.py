@@ -9,7 +9,7 @@ import torch
 
 from nbdist import Session
 from nbdist.errors import NbdistError
-from tests.e2e.training import apart, one
+from tests.e2e.training import max_difference, value_of
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -54,9 +54,9 @@ def trained() -> Iterator[Session]:
 
 def test_state_on_disk_is_carried_saved_and_pulled(trained: Session, tmp_path: Path) -> None:
     trained.run("model, optimizer = begin()")
-    straight = one(trained, "train(9)")
+    straight = value_of(trained, "train(9)")
     trained.run("model, optimizer = begin()")
-    found = one(trained, "train(2)")
+    found = value_of(trained, "train(2)")
     try:
         there = trained.switch("zero3", offload=f"nvme:{tmp_path / 'disk'}")
     except NbdistError as error:
@@ -64,16 +64,16 @@ def test_state_on_disk_is_carried_saved_and_pulled(trained: Session, tmp_path: P
             pytest.skip(str(error))
         raise
     assert there.verified == 12
-    found += one(trained, "train(2)")
-    assert one(trained, "on_disk()") == [True]
+    found += value_of(trained, "train(2)")
+    assert value_of(trained, "on_disk()") == [True]
     trained.save("middle", folder=tmp_path).wait(60)
     pulled = trained.pull("model")
-    found += one(trained, "train(1)")
+    found += value_of(trained, "train(1)")
     trained.load("middle", folder=tmp_path)
     again = trained.pull("model")
     assert all(torch.equal(pulled[name], again[name]) for name in pulled)
-    found[-1:] = one(trained, "train(2)")
+    found[-1:] = value_of(trained, "train(2)")
     back = trained.switch("fsdp2", offload="none")
     assert back.verified == 12
-    found += one(trained, "train(3)")
-    assert apart(found, straight) < 1e-5  # another AdamW: DeepSpeed's, on the CPU
+    found += value_of(trained, "train(3)")
+    assert max_difference(found, straight) < 1e-5  # another AdamW: DeepSpeed's, on the CPU

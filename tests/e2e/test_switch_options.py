@@ -8,7 +8,15 @@ from typing import Any
 import pytest
 
 from nbdist import Session, SwitchError
-from tests.e2e.training import BACKENDS, MODEL, START, WRAPPED, apart, one, straight
+from tests.e2e.training import (
+    BACKENDS,
+    MODEL,
+    START,
+    WRAPPED,
+    max_difference,
+    train_without_switch,
+    value_of,
+)
 from tests.nightly import nightly, with_core
 
 pytestmark = pytest.mark.timeout(900)
@@ -60,19 +68,19 @@ def begin(session: Session, build: str, backend: str, **options: Any) -> None:
 def test_masters_outlive_a_change_of_precision(trained: Session, home: str, away: str) -> None:
     for precision, other in (("bf16", "no"), ("no", "bf16")):
         begin(trained, "", home, precision=precision)
-        expected = one(trained, "train(6)")
+        expected = value_of(trained, "train(6)")
         begin(trained, "", home, precision=precision)
-        before = one(trained, "digests()")
+        before = value_of(trained, "digests()")
         report = trained.switch(away, precision=other)
         assert report.verified > 80
         assert any("precision" in words for words in report.will_differ)
-        assert one(trained, "digests(), types()") == (before, ["torch.float32"])
+        assert value_of(trained, "digests(), types()") == (before, ["torch.float32"])
         trained.switch(home, precision=precision)
-        assert one(trained, "digests()") == before
-        assert apart(one(trained, "train(3)"), expected[:3]) == 0.0
+        assert value_of(trained, "digests()") == before
+        assert max_difference(value_of(trained, "train(3)"), expected[:3]) == 0.0
         trained.switch(away, precision=other)
-        assert one(trained, "type(model).__name__") == WRAPPED[away]
-        assert apart(one(trained, "train(3)"), expected[3:]) <= 2e-2
+        assert value_of(trained, "type(model).__name__") == WRAPPED[away]
+        assert max_difference(value_of(trained, "train(3)"), expected[3:]) <= 2e-2
 
 
 def goes_on(
@@ -83,19 +91,19 @@ def goes_on(
     Returns what `seen` is after each switch.
     """
     begin(session, build, "ddp")
-    expected = one(session, f"train({2 * len(walk)})")
+    expected = value_of(session, f"train({2 * len(walk)})")
     begin(session, build, "ddp")
     found: list[float] = []
-    told = []
+    values = []
     for backend, options in walk:
-        before = one(session, "len(digests()[0])")
+        before = value_of(session, "len(digests()[0])")
         report = session.switch(backend, **options)
         assert report.verified == before
-        value, losses = one(session, f"({seen}, train(2))")
-        told.append(value)
+        value, losses = value_of(session, f"({seen}, train(2))")
+        values.append(value)
         found += losses
-    assert apart(found, expected) <= 2e-6
-    return told
+    assert max_difference(found, expected) <= 2e-6
+    return values
 
 
 @pytest.mark.nightly
@@ -142,14 +150,17 @@ def test_engines_with_options_of_their_own(
 def test_deepspeeds_other_optimizer_for_bfloat16(trained: Session) -> None:
     options = {"deepspeed_config": {"data_types": {"grad_accum_dtype": "fp32"}}}
     begin(trained, "", "zero1", precision="bf16", **options)
-    expected = one(trained, "train(3)")
+    expected = value_of(trained, "train(3)")
     begin(trained, "", "zero1", precision="bf16", **options)
-    before = one(trained, "digests()")
+    before = value_of(trained, "digests()")
     trained.switch("fsdp1")
-    assert one(trained, "digests()") == before
+    assert value_of(trained, "digests()") == before
     trained.switch("zero1", **options)
-    assert one(trained, "type(model.optimizer).__name__, digests()") == ("BF16_Optimizer", before)
-    assert apart(one(trained, "train(3)"), expected) == 0.0
+    assert value_of(trained, "type(model.optimizer).__name__, digests()") == (
+        "BF16_Optimizer",
+        before,
+    )
+    assert max_difference(value_of(trained, "train(3)"), expected) == 0.0
 
 
 TORCHS_OWN = textwrap.dedent(
@@ -319,14 +330,14 @@ def test_a_schedule_free_optimizer_switches_while_it_evaluates(trained: Session)
             optimizer.train()
             return optimizer
     """)
-    expected = straight(trained, "gpt2, free", 6)
+    expected = train_without_switch(trained, "gpt2, free", 6)
     trained.run(START.format("gpt2, free"))
     found: list[float] = []
     for backend in ("fsdp2", "fsdp1", "ddp"):
         trained.run("optimizer.eval()\nwith torch.no_grad(): model(input_ids=tokens[:2])")
         trained.switch(backend)
-        found += one(trained, "optimizer.train(); train(2)")
-    assert apart(found, expected) <= 2e-6
+        found += value_of(trained, "optimizer.train(); train(2)")
+    assert max_difference(found, expected) <= 2e-6
     with pytest.raises(SwitchError, match="cannot step parameters that zero2 shards"):
         trained.switch("zero2")
 
@@ -379,13 +390,13 @@ OF_ANY_LIBRARY = textwrap.dedent(
 
 def test_an_optimizer_of_any_library_keeps_its_state(trained: Session) -> None:
     trained.run(OF_ANY_LIBRARY)
-    expected = straight(trained, "gpt2, lagging", 6)
+    expected = train_without_switch(trained, "gpt2, lagging", 6)
     trained.run(START.format("gpt2, lagging"))
     found: list[float] = []
     for backend in ("zero2", "fsdp2", "ddp"):
         trained.switch(backend)
-        found += one(trained, "train(2)")
-    assert apart(found, expected) <= 2e-6
+        found += value_of(trained, "train(2)")
+    assert max_difference(found, expected) <= 2e-6
 
 
 @pytest.mark.parametrize(
@@ -402,7 +413,7 @@ def test_an_optimizer_that_would_not_continue_is_refused_before_anything_changes
     begin(trained, f"gpt2, {make}", "ddp")
     with pytest.raises(SwitchError, match=why):
         trained.switch("fsdp2")
-    assert len(one(trained, "train(1)")) == 1
+    assert len(value_of(trained, "train(1)")) == 1
 
 
 @pytest.mark.nightly
@@ -411,7 +422,7 @@ def test_several_optimizers_of_one_model(trained: Session) -> None:
     trained.run("bare = model = optimizer = schedule = loader = batches = None")
     trained.run(SEVERAL + "\nstart()")
     walk = ["fsdp2", "fsdp1", "ddp", "fsdp1", "fsdp2", "ddp"]
-    expected = one(trained, f"train({2 * len(walk)})")
+    expected = value_of(trained, f"train({2 * len(walk)})")
     trained.run("start()")
     found: list[float] = []
     for backend in walk:
@@ -421,8 +432,8 @@ def test_several_optimizers_of_one_model(trained: Session) -> None:
             trained.switch("zero2")
         report = trained.switch(backend)
         assert {"bare", "model", "fast", "slow", "schedule"} & {*report.bound} >= {"fast", "slow"}
-        found += one(trained, "train(2)")
-    assert apart(found, expected) <= 1e-6
+        found += value_of(trained, "train(2)")
+    assert max_difference(found, expected) <= 1e-6
     trained.run("bare = model = fast = slow = schedule = None")
     trained.run(MODEL)
 
@@ -468,8 +479,8 @@ def test_state_that_cannot_be_cut_is_refused(trained: Session, make: str, why: s
     for backend in ("fsdp2", "zero2"):
         with pytest.raises(SwitchError, match=why):
             trained.switch(backend)
-    assert one(trained, "known == (bare, model, optimizer)")
-    assert len(one(trained, "train(1)")) == 1
+    assert value_of(trained, "known == (bare, model, optimizer)")
+    assert len(value_of(trained, "train(1)")) == 1
     trained.run("del known")
 
 

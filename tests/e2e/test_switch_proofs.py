@@ -13,7 +13,15 @@ import psutil
 import pytest
 
 from nbdist import Session, SwitchError
-from tests.e2e.training import BACKENDS, MODEL, START, WRAPPED, apart, one, straight
+from tests.e2e.training import (
+    BACKENDS,
+    MODEL,
+    START,
+    WRAPPED,
+    max_difference,
+    train_without_switch,
+    value_of,
+)
 
 pytestmark = pytest.mark.timeout(600)
 
@@ -60,7 +68,7 @@ CHANGED = {
 
 def test_one_changed_bit_is_found_and_all_goes_back(trained: Session) -> None:
     walk = [*BACKENDS[1:], BACKENDS[0]]
-    expected = straight(trained, "", 3 * len(walk))
+    expected = train_without_switch(trained, "", 3 * len(walk))
     trained.switch("ddp")
     trained.run(START.format(""))
     found: list[float] = []
@@ -71,10 +79,10 @@ def test_one_changed_bit_is_found_and_all_goes_back(trained: Session) -> None:
         with pytest.raises(SwitchError, match=f"failed while verifying, on .*{CHANGED[which]}"):
             trained.switch(backend)
         assert trained.backend == before
-        found += one(trained, "train(2)")
+        found += value_of(trained, "train(2)")
         trained.switch(backend)
-        found += one(trained, "train(1)")
-    assert apart(found, expected) <= 1e-6
+        found += value_of(trained, "train(1)")
+    assert max_difference(found, expected) <= 1e-6
 
 
 LARGE = textwrap.dedent(
@@ -125,7 +133,7 @@ def test_twenty_switches_leave_nothing_behind(
         session.run(START.format("large"))
         for backend in walk:
             session.switch(backend)
-            assert one(session, "train(1); type(model).__name__") == WRAPPED[backend]
+            assert value_of(session, "train(1); type(model).__name__") == WRAPPED[backend]
             if backend == "ddp":
                 for rank, level in session.run("level()").values.items():
                     levels[rank].append(level)
@@ -168,5 +176,5 @@ def test_a_freed_engine_holds_nothing_though_it_is_held(trained: Session) -> Non
     for backend in [*BACKENDS[1:], BACKENDS[0]]:
         trained.run("held = parts(), optimizer.optimizer.state; losses = train(1)")
         trained.switch(backend)
-    found = one(trained, "held = None; inside.before_phase.clear(); levels")
+    found = value_of(trained, "held = None; inside.before_phase.clear(); levels")
     assert max(found) < 13.7e6

@@ -14,7 +14,7 @@ import pytest
 from nbdist import Session, SwitchError
 from nbdist.errors import RankDied, StartError
 from nbdist.state import shard_io
-from tests.e2e.training import MODEL, WRAPPED, apart, one
+from tests.e2e.training import MODEL, WRAPPED, max_difference, value_of
 from tests.session_internals import workers
 
 pytestmark = pytest.mark.timeout(900)
@@ -61,8 +61,8 @@ def build(session: Session) -> None:
 @pytest.mark.nightly
 def test_numbers_of_ranks_and_engines_change_in_one_training(trained: Session) -> None:
     build(trained)
-    expected = one(trained, "train(2 * 6)")
-    rates = one(trained, "schedule.get_last_lr()")
+    expected = value_of(trained, "train(2 * 6)")
+    rates = value_of(trained, "schedule.get_last_lr()")
     build(trained)
     before = folders()
     found: list[float] = []
@@ -76,9 +76,9 @@ def test_numbers_of_ranks_and_engines_change_in_one_training(trained: Session) -
         assert {wrapped for wrapped, _ in result.values.values()} == {WRAPPED[backend]}
         found += result.values[0][1]
         assert folders() == before
-    assert apart(found, expected) <= 1e-6
-    assert one(trained, "schedule.get_last_lr()") == pytest.approx(rates, rel=1e-12)
-    assert one(trained, "schedule.scheduler.last_epoch") == 16
+    assert max_difference(found, expected) <= 1e-6
+    assert value_of(trained, "schedule.get_last_lr()") == pytest.approx(rates, rel=1e-12)
+    assert value_of(trained, "schedule.scheduler.last_epoch") == 16
 
 
 @pytest.mark.nightly
@@ -101,10 +101,10 @@ def test_a_batch_of_each_rank_keeps_its_size(trained: Session) -> None:
     assert result.values == {0: [8, 9], 1: [10, 11], 2: [12, 13], 3: [14, 15]}
     trained.switch(nproc=2)
     # 16 are used; an iterator that is gone would have begun anew
-    assert one(trained, "batches = iter(loader); next(batches).tolist()") == [16, 17]
+    assert value_of(trained, "batches = iter(loader); next(batches).tolist()") == [16, 17]
     trained.run("del batches")
     trained.switch(nproc=1)
-    assert one(trained, "next(iter(loader)).tolist()") == [0, 1]
+    assert value_of(trained, "next(iter(loader)).tolist()") == [0, 1]
 
 
 def test_variables_arrive(trained: Session, tmp_path: Path) -> None:
@@ -158,15 +158,20 @@ def test_variables_arrive(trained: Session, tmp_path: Path) -> None:
     assert "iterator" in report.not_carried["numbers"]
     assert report.not_carried["only_here"] == "only rank 1 had it"
     assert "writes" not in report.not_carried
-    assert one(trained, "thing.ranks(), type(thing) is Thing, more(), mine") == ((3, 1), True, 2, 0)
-    assert one(trained, "what_comes_later = 7; later()") == 7
-    assert one(trained, "book['model'] is model and book['steps'] == [optimizer, schedule]")
-    assert one(trained, "book['all'][0] is loader and book['all'][1] is accelerator")
-    assert one(trained, "head is accelerator.unwrap_model(model).lm_head and tell is report")
-    assert one(
+    assert value_of(trained, "thing.ranks(), type(thing) is Thing, more(), mine") == (
+        (3, 1),
+        True,
+        2,
+        0,
+    )
+    assert value_of(trained, "what_comes_later = 7; later()") == 7
+    assert value_of(trained, "book['model'] is model and book['steps'] == [optimizer, schedule]")
+    assert value_of(trained, "book['all'][0] is loader and book['all'][1] is accelerator")
+    assert value_of(trained, "head is accelerator.unwrap_model(model).lm_head and tell is report")
+    assert value_of(
         trained, "isinstance(weight, torch.nn.Parameter) and collections.OrderedDict() == {}"
     )
-    assert one(trained, "base[2] = 9; view[0].item(), array is again, array.sum().item()") == (
+    assert value_of(trained, "base[2] = 9; view[0].item(), array is again, array.sum().item()") == (
         9.0,
         True,
         10,
@@ -223,7 +228,7 @@ def test_a_model_that_only_a_trainer_holds_is_not_lost(trained: Session, tmp_pat
         trained.switch("ddp", nproc=1)
     trained.run("model = coach.model; mean = sum(p.mean() for p in model.parameters()).item()")
     trained.switch("ddp", nproc=1)
-    assert one(trained, "sum(p.mean() for p in model.parameters()).item() == mean")
+    assert value_of(trained, "sum(p.mean() for p in model.parameters()).item() == mean")
     trained.run("del model")
 
 
@@ -233,7 +238,7 @@ def test_what_fails_in_new_ranks_brings_the_old_number_back(
     trained: Session, phases: tuple[str, ...]
 ) -> None:
     build(trained)
-    expected = one(trained, f"train({len(phases) + 1})")
+    expected = value_of(trained, f"train({len(phases) + 1})")
     trained.run(BOMB)
     trained.run(
         BUILD.replace("bare = gpt2()", "bare = gpt2(); bare.extra = bomb")
@@ -261,13 +266,13 @@ def test_what_fails_in_new_ranks_brings_the_old_number_back(
         assert trained.backend == "ddp"
         assert trained.run("mine, hidden[0] is model").values == {0: (5, True), 1: (6, True)}
         assert folders() == before
-        found += one(trained, "train(1)")
+        found += value_of(trained, "train(1)")
     trained.run("bomb.phase = 'death'")
     with pytest.raises(SwitchError, match=r"(?s)ended.*Rolled back to 2 CPU ranks"):
         trained.switch("fsdp2", nproc=4)
     assert folders() == before
-    found += one(trained, "batches = iter(loader); train(1)")
-    assert apart(found, expected) <= 1e-6
+    found += value_of(trained, "batches = iter(loader); train(1)")
+    assert max_difference(found, expected) <= 1e-6
 
 
 def test_ranks_that_do_not_start(trained: Session, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -286,7 +291,7 @@ def test_ranks_that_do_not_start(trained: Session, monkeypatch: pytest.MonkeyPat
     with pytest.raises(SwitchError, match=r"failed to start. Rolled back to 2 CPU ranks"):
         trained.switch(nproc=1)
     trained.run("batches = iter(loader)")
-    assert len(one(trained, "train(1)")) == 1
+    assert len(value_of(trained, "train(1)")) == 1
     fails[:] = [True, True]
     with pytest.raises(SwitchError, match="could not be restored either") as caught:
         trained.switch(nproc=1)
@@ -300,4 +305,4 @@ def test_ranks_that_do_not_start(trained: Session, monkeypatch: pytest.MonkeyPat
         trained.run("1")
     monkeypatch.undo()
     trained.restart()
-    assert one(trained, "1") == 1
+    assert value_of(trained, "1") == 1

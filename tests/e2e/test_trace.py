@@ -142,7 +142,7 @@ def test_conditions_on_values_are_false_and_selections_whole() -> None:
 
 
 @pytest.mark.parametrize(
-    ("module", "inputs", "said"),
+    ("module", "inputs", "message"),
     [
         (ByValue(4, 4), torch.zeros(2, 4), "depend on tensor values"),
         (nn.Linear(4, 4), None, "with example inputs"),
@@ -150,8 +150,8 @@ def test_conditions_on_values_are_false_and_selections_whole() -> None:
         (nn.Linear(4, 4).requires_grad_(False), torch.zeros(2, 4), "no trainable parameter"),  # noqa: FBT003
     ],
 )
-def test_what_cannot_be_traced_is_said(module: nn.Module, inputs: object, said: str) -> None:
-    with pytest.raises(PlanError, match=said):
+def test_what_cannot_be_traced_is_said(module: nn.Module, inputs: object, message: str) -> None:
+    with pytest.raises(PlanError, match=message):
         modules.trace_in_child(module, batch_size=2, inputs=inputs)
 
 

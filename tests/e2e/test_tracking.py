@@ -150,20 +150,20 @@ def test_a_tracker_that_fails_is_reported_once_and_training_goes_on(
     pytest.importorskip("tensorboard")
     file = tmp_path / "file"
     file.touch()  # a folder cannot be created in it
-    said = ""
+    text = ""
     with nbdist.Session(nproc=2, precision="no", track=f"tensorboard:{file}") as session:
 
         def is_reported() -> bool:
-            nonlocal said
-            said += capfd.readouterr().err
-            return "stopped tracking" in said
+            nonlocal text
+            text += capfd.readouterr().err
+            return "stopped tracking" in text
 
         eventually(is_reported, within_s=60)
         session.run(LOOP)
         assert len(session.metrics["loss"]) == STEPS
-    said += capfd.readouterr().err
-    assert said.count("stopped tracking to tensorboard:") == 1
-    assert "the session continues: NotADirectoryError" in said
+    text += capfd.readouterr().err
+    assert text.count("stopped tracking to tensorboard:") == 1
+    assert "the session continues: NotADirectoryError" in text
 
 
 @pytest.mark.parametrize(

@@ -12,7 +12,7 @@ from transformers import LlamaForCausalLM
 from nbdist import CellError, Session, SwitchError
 from nbdist.strategies import STRATEGIES
 from tests import engines
-from tests.e2e.training import one
+from tests.e2e.training import value_of
 from tests.trainers import ROWS, build, logged, make
 
 if TYPE_CHECKING:
@@ -73,7 +73,7 @@ def test_a_second_trainer_resumes_where_the_first_was_stopped(
     ranks: Session, tmp_path: Path
 ) -> None:
     ranks.run(RESUME.format(folder=str(tmp_path)))
-    assert one(ranks, RESUMED) == pytest.approx(one(ranks, "logged(whole)"), abs=1e-6)
+    assert value_of(ranks, RESUMED) == pytest.approx(value_of(ranks, "logged(whole)"), abs=1e-6)
     folders = {path.name for path in tmp_path.glob("checkpoint-*")}
     assert folders == {"checkpoint-6", "checkpoint-8"}
     ranks.run("del whole")
@@ -104,7 +104,7 @@ def test_a_model_has_another_trainer(ranks: Session, tmp_path: Path) -> None:
     trainers = [make(str(tmp_path), model, use_cpu=True) for _ in range(2)]
     expected = [trainer.train() and trainer.evaluate()["eval_loss"] for trainer in trainers]
     ranks.run("model = build()")
-    assert [one(ranks, again) for _ in range(2)] == pytest.approx(expected, abs=1e-4)
+    assert [value_of(ranks, again) for _ in range(2)] == pytest.approx(expected, abs=1e-4)
     ranks.save("again", folder=tmp_path, wait=True)
     ranks.run(f"second = make({str(tmp_path)!r}, model=model)\nsecond.train()")
     if not backend.startswith("zero"):  # where the first one keeps its optimizer
@@ -118,7 +118,7 @@ def test_a_model_has_another_trainer(ranks: Session, tmp_path: Path) -> None:
         ranks.switch(other)
     ranks.run("del model.extra")
     ranks.switch(other)
-    assert one(ranks, "model is second.model")
+    assert value_of(ranks, "model is second.model")
     ranks.switch(backend)
     ranks.run("trainer = None; del second")
     if backend == "ddp":
@@ -126,7 +126,7 @@ def test_a_model_has_another_trainer(ranks: Session, tmp_path: Path) -> None:
     else:  # the model is sharded
         with pytest.raises(SwitchError, match="Trainer or Accelerator of `model` was deleted"):
             ranks.switch(other)
-    one(ranks, again)
+    value_of(ranks, again)
     ranks.switch(backend)
     ranks.run("del model, trainer")
 
@@ -146,12 +146,14 @@ def test_a_compiled_model_trains_again_after_an_evaluation_and_a_switch(
     alone.train()
     other = "ddp" if (backend := ranks.backend) != "ddp" else "fsdp2"
     expected = alone.evaluate()["eval_loss"]
-    assert one(ranks, COMPILED.format(folder=str(tmp_path))) == pytest.approx(expected, abs=1e-4)
+    assert value_of(ranks, COMPILED.format(folder=str(tmp_path))) == pytest.approx(
+        expected, abs=1e-4
+    )
     for step, where in enumerate((backend, other, backend), 2):
         ranks.switch(where)
         alone.train()
         ranks.run("trainer.train()")
-        assert one(ranks, "logged(trainer)") == pytest.approx(logged(alone), abs=1e-4), step
+        assert value_of(ranks, "logged(trainer)") == pytest.approx(logged(alone), abs=1e-4), step
     ranks.run("del trainer")
 
 
@@ -174,7 +176,7 @@ def test_a_trainer_resumes_from_a_save_of_the_session_under_any_backend(
     ranks: Session, tmp_path: Path
 ) -> None:
     folder = str(tmp_path)
-    expected = one(ranks, STOPPED.format(folder=folder, callback="StopAt(11)"))
+    expected = value_of(ranks, STOPPED.format(folder=folder, callback="StopAt(11)"))
     ranks.save("stopped", folder=tmp_path)  # the resume waits for it
     with pytest.raises(CellError, match=r"2 Trainers, of the variables whole, stopped\. Assign"):
         ranks.run(CONTINUED.format(folder=folder, name="trainer"))
@@ -184,7 +186,7 @@ def test_a_trainer_resumes_from_a_save_of_the_session_under_any_backend(
     backend = ranks.backend
     for reader in (backend, "ddp" if backend != "ddp" else "zero2"):
         ranks.switch(reader)
-        found = one(ranks, CONTINUED.format(folder=folder, name="stopped"))
+        found = value_of(ranks, CONTINUED.format(folder=folder, name="stopped"))
         assert found == pytest.approx(expected, abs=1e-6)
     ranks.switch(backend)
     with pytest.raises(CellError, match=r"No checkpoint .*nope.* in .*stopped"):
@@ -209,8 +211,8 @@ def test_a_trainer_resumes_from_a_save_within_a_step(
     code = STOPPED.format(folder=folder, callback="SaveAt()").replace(
         "max_steps=-1", f"max_steps=-1, train_sampling_strategy={order!r}"
     )
-    expected = one(ranks, code)
-    found = one(ranks, CONTINUED.format(folder=folder, name="stopped"))
+    expected = value_of(ranks, code)
+    found = value_of(ranks, CONTINUED.format(folder=folder, name="stopped"))
     # It was saved before the fifth step was logged.
     assert found[4:] == pytest.approx(expected[5:], abs=1e-6)
 
@@ -236,7 +238,7 @@ dict(
 def test_the_best_model_is_loaded_and_saved_for_from_pretrained(
     ranks: Session, tmp_path: Path
 ) -> None:
-    found = one(ranks, BEST.format(folder=str(tmp_path)))
+    found = value_of(ranks, BEST.format(folder=str(tmp_path)))
     assert found["best_step"] < found["steps"] == found["best_step"] + 4
     assert found["evaluated"] == pytest.approx(found["best"], abs=1e-5)
     assert found["predicted"] == pytest.approx(found["best"], abs=1e-5)
@@ -265,7 +267,7 @@ def test_it_trains_with(ranks: Session, arguments: str, tmp_path: Path) -> None:
             ranks.run(code)
         return
     ranks.run(code)
-    losses = one(ranks, "logged(trainer)")
+    losses = value_of(ranks, "logged(trainer)")
     assert len(losses) == 8
     assert losses[-1] < losses[0] - 0.03
     saved = sorted(tmp_path.glob("checkpoint-*/model.safetensors"))
@@ -282,7 +284,7 @@ def test_a_model_init_is_called_for_each_training(ranks: Session, tmp_path: Path
     trainer.train()
     first, logged(trainer)
     """
-    first, second = one(ranks, textwrap.dedent(cell))
+    first, second = value_of(ranks, textwrap.dedent(cell))
     assert first == second
 
 
@@ -306,7 +308,7 @@ AGAIN_ARGUMENTS: dict[str, Any] = {
 @pytest.mark.nightly
 def test_the_same_trainer_trains_again_and_resumes(ranks: Session, tmp_path: Path) -> None:
     code = AGAIN.format(folder=str(tmp_path / "ranks"), arguments=AGAIN_ARGUMENTS)
-    found = one(ranks, code + "again")
+    found = value_of(ranks, code + "again")
     alone: dict[str, Any] = {"make": make, "logged": logged, "ROWS": ROWS}
     arguments = AGAIN_ARGUMENTS | {"use_cpu": True}
     exec(AGAIN.format(folder=str(tmp_path / "alone"), arguments=arguments), alone)  # noqa: S102 - the same cell
@@ -320,12 +322,12 @@ SAME_FILES = {"fsdp1": "fsdp2", "fsdp2": "fsdp1", "zero1": "zero2", "zero2": "ze
 @pytest.mark.nightly
 def test_new_ranks_resume_where_others_were_stopped(ranks: Session, tmp_path: Path) -> None:
     ranks.run(RESUME.format(folder=str(tmp_path)))
-    expected, backend = one(ranks, "logged(whole)"), ranks.backend
+    expected, backend = value_of(ranks, "logged(whole)"), ranks.backend
     ranks.restart()
     ranks.switch(SAME_FILES.get(backend, backend))
     ranks.run(SETUP)
     ranks.run(RESUME.format(folder=str(tmp_path)).splitlines()[1])
-    assert one(ranks, RESUMED) == pytest.approx(expected, abs=1e-6)
+    assert value_of(ranks, RESUMED) == pytest.approx(expected, abs=1e-6)
     ranks.switch(backend)
 
 
@@ -354,12 +356,12 @@ def test_a_deepspeed_config_that_agrees_is_used(clipped: Session, tmp_path: Path
         f"trainer = make({str(tmp_path)!r}, deepspeed={DEEPSPEED}, gradient_accumulation_steps=2)"
     )
     clipped.run(cell + "\ntrainer.train()")
-    used = one(clipped, "trainer.deepspeed.config")
+    used = value_of(clipped, "trainer.deepspeed.config")
     assert used["zero_optimization"]["reduce_bucket_size"] == 12345
     assert used["gradient_accumulation_steps"] == 2
     assert used["gradient_clipping"] == 0.5
     clipped.switch("zero1")  # the Trainer's model belongs to the session
-    assert one(clipped, "trainer.deepspeed.zero_optimization_stage()") == 1
+    assert value_of(clipped, "trainer.deepspeed.zero_optimization_stage()") == 1
     clipped.switch("zero2")
 
 
@@ -376,7 +378,7 @@ def test_a_trainer_under_zero_evaluates_before_and_between_trainings(
     losses.append(make({str(tmp_path)!r}, trainer.model).evaluate()["eval_loss"])
     losses
     """
-    before, predicted, first, second, of_another = one(clipped, textwrap.dedent(cell))
+    before, predicted, first, second, of_another = value_of(clipped, textwrap.dedent(cell))
     assert before == predicted == pytest.approx(alone, abs=1e-4)
     assert of_another == second < first < before
 
@@ -394,7 +396,7 @@ found = logged(trainer)
 
 
 def test_a_second_training_may_create_a_new_optimizer(clipped: Session, tmp_path: Path) -> None:
-    found = one(clipped, NEW_OPTIMIZER.format(folder=str(tmp_path), arguments={}) + "found")
+    found = value_of(clipped, NEW_OPTIMIZER.format(folder=str(tmp_path), arguments={}) + "found")
     alone: dict[str, Any] = {"make": make, "logged": logged, "torch": torch}
     arguments = {"use_cpu": True, "max_grad_norm": 0.5}
     exec(NEW_OPTIMIZER.format(folder=str(tmp_path), arguments=arguments), alone)  # noqa: S102 - the same cell
@@ -411,7 +413,7 @@ def test_refused_arguments_do_not_change_what_from_pretrained_returns(
     from_config = "type(build()).from_pretrained(folder).lm_head.weight.numel()"
     ranks.run(f"folder = {str(tmp_path)!r}; rank or build().save_pretrained(folder)")
     ranks.run("accelerator.wait_for_everyone()")
-    assert one(ranks, f"{from_config} == build().lm_head.weight.numel()")
+    assert value_of(ranks, f"{from_config} == build().lm_head.weight.numel()")
 
 
 GIVEN = """
@@ -426,7 +428,7 @@ given = logged(trainer), logged(trainer, "learning_rate")
 
 
 def test_the_given_optimizer_and_scheduler_are_used(clipped: Session, tmp_path: Path) -> None:
-    found = one(clipped, GIVEN.format(folder=str(tmp_path), arguments={}) + "given")
+    found = value_of(clipped, GIVEN.format(folder=str(tmp_path), arguments={}) + "given")
     alone: dict[str, Any] = {"build": build, "make": make, "logged": logged, "torch": torch}
     arguments = {"use_cpu": True, "max_grad_norm": 0.5}
     exec(GIVEN.format(folder=str(tmp_path), arguments=arguments), alone)  # noqa: S102 - the same cell
@@ -435,7 +437,7 @@ def test_the_given_optimizer_and_scheduler_are_used(clipped: Session, tmp_path: 
 
 
 @pytest.mark.parametrize(
-    ("arguments", "said"),
+    ("arguments", "message"),
     [
         ("bf16_full_eval=True", r"casts parameters that zero2 owns\. Remove it, or use bf16=True"),
         (
@@ -458,9 +460,9 @@ def test_the_given_optimizer_and_scheduler_are_used(clipped: Session, tmp_path: 
     ],
 )
 def test_what_does_not_agree_with_the_session_is_one_sentence(
-    clipped: Session, arguments: str, said: str, tmp_path: Path
+    clipped: Session, arguments: str, message: str, tmp_path: Path
 ) -> None:
-    with pytest.raises(CellError, match=said):
+    with pytest.raises(CellError, match=message):
         clipped.run(f"make({str(tmp_path)!r}, {arguments})")
 
 
@@ -500,8 +502,8 @@ def test_a_config_that_agrees_is_used(
     with Session(nproc=2, backend=backend) as session:
         session.run(SETUP)
         session.run(f"trainer = make({str(tmp_path)!r}, {arguments}); trainer.train()")
-        assert one(session, used) == expected
-        assert one(session, "len(logged(trainer))") == 8
+        assert value_of(session, used) == expected
+        assert value_of(session, "len(logged(trainer))") == 8
 
 
 @pytest.mark.nightly
@@ -512,17 +514,17 @@ def test_options_of_the_session_replace_defaults_only(backend: str, tmp_path: Pa
     with Session(nproc=2, backend=backend, **options) as session:
         session.run(SETUP)
         session.run(f"trainer = make({str(tmp_path)!r}); trainer.train()")
-        assert one(session, numbers) == (0.5, 2, True)
+        assert value_of(session, numbers) == (0.5, 2, True)
         for written in ("gradient_accumulation_steps=1", "bf16=False"):
             with pytest.raises(CellError, match=f"TrainingArguments has {written} but the session"):
                 session.run(f"make({str(tmp_path)!r}, {written})")
         session.switch(backend, clip=None, accumulate=1, precision="no")
         written = "max_grad_norm=0.3, gradient_accumulation_steps=4, bf16=True"
         session.run(f"trainer = make({str(tmp_path)!r}, {written}); trainer.train()")
-        assert one(session, numbers) == (0.3, 4, True)
+        assert value_of(session, numbers) == (0.3, 4, True)
         session.switch(backend, compile_model=True)
         compiled = f"make({str(tmp_path)!r}).accelerator.state.dynamo_plugin.backend.name"
-        assert one(session, compiled) == "INDUCTOR"
+        assert value_of(session, compiled) == "INDUCTOR"
 
 
 @pytest.mark.nightly
@@ -534,4 +536,4 @@ def test_auto_decides_for_the_trainer(tmp_path: Path) -> None:
         session.run(f"trainer = make({str(tmp_path)!r}, bf16=True, optim='adafactor')")
         session.run("trainer.train()")
         assert session.backend in STRATEGIES
-        assert one(session, "len(logged(trainer))") == 8
+        assert value_of(session, "len(logged(trainer))") == 8

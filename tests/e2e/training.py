@@ -66,19 +66,19 @@ MODEL = textwrap.dedent(
 START = "bare, model, optimizer, schedule, loader = build({}); batches = iter(loader); train(4)"
 
 
-def one(session: Session, code: str) -> Any:
-    """Value of a cell on rank 0."""
+def value_of(session: Session, code: str) -> Any:
+    """Run a cell and return its value on rank 0."""
     return session.run(code).values[0]
 
 
-def straight(session: Session, build: str, steps: int, **options: Any) -> list[float]:
-    """Losses of the same training without a switch."""
+def train_without_switch(session: Session, build: str, steps: int, **options: Any) -> list[float]:
+    """Return the losses of the same training without a switch."""
     session.switch("ddp", **{"precision": "no", "clip": None, "accumulate": 1, **options})
     session.run(START.format(build))
-    return list(one(session, f"train({steps})"))
+    return list(value_of(session, f"train({steps})"))
 
 
-def apart(found: list[float], expected: list[float]) -> float:
-    """Largest difference of two loss curves."""
+def max_difference(found: list[float], expected: list[float]) -> float:
+    """Return the largest difference between two loss curves."""
     assert len(found) == len(expected)
     return max(abs(a - b) for a, b in zip(found, expected, strict=True))

@@ -1,4 +1,4 @@
-"""A rank or the launcher ends: told within two seconds, with its cause; nothing is left.
+"""A rank or the launcher ends: reported within two seconds, with its cause; nothing is left.
 
 One session for the module, which takes new ranks after each death.
 """
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
     from pathlib import Path
 
-TOLD_S = 2.0
+REPORTED_S = 2.0
 FREED_S = 10.0
 LOOP = "while True: torch.distributed.all_reduce(torch.ones(1))\n"
 
@@ -73,7 +73,7 @@ def launcher(session: Session) -> int:
     return int(session.status()["launcher"]["pid"])
 
 
-def told(session: Session, *, within_s: float = TOLD_S) -> str:
+def death_text(session: Session, *, within_s: float = REPORTED_S) -> str:
     eventually(lambda: session.state == "dead", within_s=within_s)
     return str(session.death)
 
@@ -83,7 +83,7 @@ def ends_in_time(session: Session) -> str:
     began = time.monotonic()
     with pytest.raises(RankDied) as caught:
         session.wait(FREED_S)
-    assert time.monotonic() - began < TOLD_S
+    assert time.monotonic() - began < REPORTED_S
     return str(caught.value)
 
 
@@ -102,7 +102,7 @@ def test_an_idle_rank_that_ends_is_reported_with_its_signal(
 ) -> None:
     ranks = pids(session)
     os.kill(ranks[1], number)
-    assert told(session).startswith(cause)
+    assert death_text(session).startswith(cause)
     assert cause in "\n".join(results.status_lines(session))
     eventually(lambda: gone(ranks), within_s=FREED_S)
     with pytest.raises(RankDied, match="%nbdist restart"):
@@ -189,13 +189,13 @@ def test_the_oom_killer_is_named_with_the_limit(session: Session, memory_events:
     os.kill(pids(session)[1], signal.SIGSTOP)  # as one that is being killed: it says nothing
     memory_events.write_text(counted)
     os.kill(pids(session)[1], signal.SIGKILL)
-    assert "rank 1 ended with signal 9 (SIGKILL): killed by the kernel's OOM killer" in told(
+    assert "rank 1 ended with signal 9 (SIGKILL): killed by the kernel's OOM killer" in death_text(
         session
     )
-    assert "(cgroup limit 2.0 GiB)" in told(session)
+    assert "(cgroup limit 2.0 GiB)" in death_text(session)
     session.restart()
     os.kill(pids(session)[1], signal.SIGKILL)
-    assert "maybe the OOM killer" in told(session)  # the counter has not grown since
+    assert "maybe the OOM killer" in death_text(session)  # the counter has not grown since
 
 
 @pytest.fixture
@@ -278,7 +278,7 @@ model, optimizer = accelerator.prepare(model, optimizer)
         "The last checkpoint is 'base' at step 3: use %nbdist restart, run the cell that calls"
         " prepare(), then %nbdist load base."
     )
-    assert offer in told(session)
+    assert offer in death_text(session)
     session.restart()
     session.run(prepare)
     session.load("base")
@@ -298,7 +298,7 @@ def test_children_of_a_killed_rank_end_too(session: Session) -> None:
     children = [pid for own in session.run(CHILDREN).values.values() for pid in own]
     assert len(children) == 6
     os.kill(pids(session)[1], signal.SIGKILL)
-    told(session)
+    death_text(session)
     eventually(lambda: gone(children), within_s=FREED_S)
 
 
@@ -307,8 +307,8 @@ def test_a_killed_launcher_is_reported_and_its_processes_end(session: Session) -
     children = [pid for own in session.run(CHILDREN).values.values() for pid in own]
     ranks, folder = pids(session), workers(session).launcher_group.run_dir
     os.kill(launcher(session), signal.SIGKILL)
-    eventually(lambda: gone(ranks), within_s=TOLD_S)
-    assert told(session).startswith("the launcher ended with signal 9 (SIGKILL)")
+    eventually(lambda: gone(ranks), within_s=REPORTED_S)
+    assert death_text(session).startswith("the launcher ended with signal 9 (SIGKILL)")
     assert not session.status()["launcher"]["alive"]
     eventually(lambda: gone(children), within_s=FREED_S)
     session.restart()
@@ -327,7 +327,7 @@ def test_a_launcher_that_is_asked_to_end_ends_cleanly(
     summary = f"the launcher ended with signal {number} ({number.name})"
     if number == signal.SIGTERM:  # the kernel ends it
         summary = "SIGTERM to the launcher"
-    assert told(session).startswith(summary)
+    assert death_text(session).startswith(summary)
 
 
 @pytest.mark.fault("B7")
@@ -363,7 +363,7 @@ def test_a_stopped_launcher_is_reported_and_does_not_delay_a_restart(session: Se
     assert session.run("rank").values == {0: 0, 1: 1}
     ranks = pids(session)
     os.kill(ranks[0], signal.SIGKILL)
-    assert told(session, within_s=4).startswith("rank 0 ended with signal 9 (SIGKILL)")
+    assert death_text(session, within_s=4).startswith("rank 0 ended with signal 9 (SIGKILL)")
     eventually(lambda: gone(ranks), within_s=FREED_S)
     session.restart()
     assert session.run("rank").values == {0: 0, 1: 1}

@@ -107,12 +107,12 @@ def test_two_hundred_megabytes_are_cut(
 ) -> None:
     forget_peak()
     before = peak_bytes()
-    told = ""
+    text = ""
     try:
         session.run(code)
     except CellError as error:
-        told = "\n".join(error._render_traceback_())
-    shown = rest(capsys) + told
+        text = "\n".join(error._render_traceback_())
+    shown = rest(capsys) + text
     assert "191 MiB" in shown
     assert len(shown) < MB
     assert peak_bytes() - before < 150 * MB

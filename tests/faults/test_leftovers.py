@@ -83,8 +83,8 @@ def running() -> Iterator[Running]:
     command = [sys.executable, "-c", KERNEL]
     pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
     with subprocess.Popen(command, text=True, **pipes) as kernel:  # type: ignore[call-overload]
-        said = iter(kernel.stdout)
-        line = next(line for line in said if line.startswith("["))
+        lines = iter(kernel.stdout)
+        line = next(line for line in lines if line.startswith("["))
         ranks = [psutil.Process(pid) for pid in json.loads(line)]
         family = set(psutil.Process(kernel.pid).children(recursive=True))
         yield Running(kernel, ranks[0].parent(), ranks, family)

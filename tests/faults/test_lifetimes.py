@@ -1,4 +1,4 @@
-"""Nothing outlives the kernel; a dead rank is told at once."""
+"""Nothing outlives the kernel; a dead rank is reported at once."""
 
 from __future__ import annotations
 

@@ -103,10 +103,10 @@ def test_one_rank_that_fails_is_named_soon_and_the_models_train_on(
     backend = session.backend
     session.run(f"if rank == 1: trap = {trap!r}")
     began = time.monotonic()
-    with pytest.raises(NbdistError, match=r"LookupError: my own mistake|SystemExit: 3") as told:
+    with pytest.raises(NbdistError, match=r"LookupError: my own mistake|SystemExit: 3") as excinfo:
         works(tmp_path)[work](session)
     assert time.monotonic() - began < 30  # with the import of a library, on a machine in use
-    assert "rank 1" in str(told.value)
+    assert "rank 1" in str(excinfo.value)
     assert session.backend == backend
     assert trains_on(session)
     assert not list(tmp_path.iterdir())
@@ -143,10 +143,10 @@ def test_stop_ends_what_does_not_get_on_and_the_models_train_on(
         pressed.append(time.monotonic())
         os.kill(os.getpid(), signal.SIGINT)
 
-    with meanwhile(press), pytest.raises(CellInterrupted, match="interrupted") as told:
+    with meanwhile(press), pytest.raises(CellInterrupted, match="interrupted") as excinfo:
         works(tmp_path)[work](session)
     assert time.monotonic() - pressed[0] < 10
-    assert "could not" not in str(told.value)
+    assert "could not" not in str(excinfo.value)
     assert session.backend == backend
     assert trains_on(session)
     assert not list(tmp_path.iterdir())

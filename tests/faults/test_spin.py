@@ -187,18 +187,18 @@ def test_a_request_that_fails_on_one_rank_while_another_spins_is_freed_without_a
         "    if name == 'keeping': trap = 'spins'; spring()\n"
         "phases.before_phase.append(spin if rank == 1 else fail)"
     )
-    told: list[str] = []
+    lines: list[str] = []
 
     def press_on() -> None:
         eventually(lambda: "aborting the process groups" in session.standstill, within_s=60)
-        told.append(session.standstill)
+        lines.append(session.standstill)
         assert num_stops(session) == 0
         for _ in range(3):
             session.interrupt()
 
     with meanwhile(press_on), pytest.raises(CellInterrupted, match="all ranks were replaced"):
         session.switch("fsdp2")
-    assert "rank 1 spins" in told[0]
+    assert "rank 1 spins" in lines[0]
 
 
 @pytest.mark.nightly

@@ -1,4 +1,4 @@
-"""Starts that fail, are slow, or meet another: told within seconds, nothing is left."""
+"""Starts that fail, are slow, or meet another: reported within seconds, nothing is left."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
 DOUBLES = Path(__file__).parents[1] / "doubles"
-TOLD_S = 60.0
+REPORTED_S = 60.0
 """Imports of the launcher included, on a machine that does other things too."""
 
 
@@ -38,7 +38,7 @@ def why_it_failed(session: Session) -> str:
     began = time.monotonic()
     with pytest.raises(StartError) as caught:
         session.start()
-    assert time.monotonic() - began < TOLD_S
+    assert time.monotonic() - began < REPORTED_S
     return str(caught.value)
 
 
@@ -106,7 +106,7 @@ def test_a_start_that_never_ends_shows_where_all_processes_are(
     engine.warm_up("cpu")
     warm = engine._warm
     assert warm is not None
-    eventually(lambda: warm.is_warm, within_s=TOLD_S)
+    eventually(lambda: warm.is_warm, within_s=REPORTED_S)
     monkeypatch.setenv("PYTHONSTARTUP", str(DOUBLES / "slow_start.py"))
     monkeypatch.setattr(startup, "START_TIMEOUT_S", 6.0)
     text = why_it_failed(Session(nproc=2, engine=engine))

@@ -1,4 +1,4 @@
-"""Stop, and ranks that wait for one another: the model is kept, and the truth is told."""
+"""Stop, and ranks that wait for one another: the model is kept, and what happened is reported."""
 
 from __future__ import annotations
 
@@ -85,8 +85,8 @@ def trains_on(session: Session) -> bool:
 
 @pytest.mark.fault("C2")
 def test_stop_in_python_ends_all_ranks_and_keeps_everything(plain: Session) -> None:
-    said, seconds = stopped(plain, "while True: pass", when=runs_for(plain, 0.5))
-    assert "all variables are kept" in said
+    text, seconds = stopped(plain, "while True: pass", when=runs_for(plain, 0.5))
+    assert "all variables are kept" in text
     assert seconds < 5  # 1 s on a machine of our own
     assert plain.run("kept").values == {0: "mine", 1: "mine"}
     assert can_add(plain)
@@ -99,8 +99,8 @@ def test_stop_reaches_ranks_that_began_with_signals_blocked() -> None:
     finally:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
     with session:
-        said, seconds = stopped(session, "while True: pass", when=runs_for(session, 0.2))
-    assert "all variables are kept" in said
+        text, seconds = stopped(session, "while True: pass", when=runs_for(session, 0.2))
+    assert "all variables are kept" in text
     assert seconds < 5
 
 
@@ -124,9 +124,9 @@ def test_a_rank_that_waits_for_one_that_has_finished_is_interrupted(plain: Sessi
 @pytest.mark.fault("C3")
 def test_a_rank_that_is_stuck_in_a_step_is_freed_and_its_model_trains_on(session: Session) -> None:
     before = session.run("made").values
-    said, seconds = stopped_with(session, IN_STEP, says="rank 0 has waited")
+    text, seconds = stopped_with(session, IN_STEP, says="rank 0 has waited")
     assert seconds < 30  # with the models made ready again
-    assert "all variables are kept" in said
+    assert "all variables are kept" in text
     assert session.run("made").values == before
     assert trains_on(session)
 
@@ -152,8 +152,8 @@ def test_stop_leaves_all_ranks_after_the_same_step(session: Session) -> None:
 def test_a_rank_that_never_comes_to_the_step_of_the_others_is_stopped_too(plain: Session) -> None:
     plain.run(PREPARE)
     code = "step()\nif rank == 0: optimizer.step()\nwhile True: pass"
-    said, seconds = stopped(plain, code, when=runs_for(plain, 1.0))
-    assert "Interrupted on all ranks" in said
+    text, seconds = stopped(plain, code, when=runs_for(plain, 1.0))
+    assert "Interrupted on all ranks" in text
     assert seconds < 8
 
 
@@ -165,10 +165,10 @@ def test_a_rank_that_raises_ends_the_cell_of_those_that_wait_for_it(
     session: Session, error: str
 ) -> None:
     code = f"for i in range(50):\n    if rank == 1 and i == 2: raise {error}\n    step()"
-    with pytest.raises(CellError, match=error.partition("(")[0].removeprefix("torch.")) as told:
+    with pytest.raises(CellError, match=error.partition("(")[0].removeprefix("torch.")) as excinfo:
         session.run(code)
-    assert set(told.value.errors) == {0, 1}
-    assert told.value.errors[0].ename in {"KeyboardInterrupt", "RuntimeError"}
+    assert set(excinfo.value.errors) == {0, 1}
+    assert excinfo.value.errors[0].ename in {"KeyboardInterrupt", "RuntimeError"}
     assert trains_on(session)
 
 
@@ -184,13 +184,13 @@ def test_stop_in_an_evaluation_leaves_models_usable(session: Session) -> None:
 def test_what_was_prepared_before_says_so(session: Session) -> None:
     session.run("kept_apart = [model]\nsame = model")
     stopped_with(session, IN_STEP, says="rank 0 has waited")
-    said = session.run(
+    result = session.run(
         "before, now = kept_apart[0], model\n"
         "try:\n    before(batch) if before is not now else None\n    said = ''\n"
         "except Exception as error:\n    said = str(error)\n(before is now, said)"
     ).values[0]
-    assert isinstance(said, tuple)
-    assert said[0] or "was prepared before" in str(said[1])
+    assert isinstance(result, tuple)
+    assert result[0] or "was prepared before" in str(result[1])
     assert trains_on(session)
 
 
@@ -222,10 +222,10 @@ def test_what_was_prepared_before_says_so(session: Session) -> None:
 def test_calls_that_do_not_fit_name_both_sides_and_break_nothing(
     plain: Session, code: str, says: str
 ) -> None:
-    with pytest.raises(CellError, match=says) as told:
+    with pytest.raises(CellError, match=says) as excinfo:
         plain.run(code)
-    assert {error.ename for error in told.value.errors.values()} == {"CollectiveMismatch"}
-    assert "line" in "\n".join(told.value._render_traceback_())  # the cell's own line is shown
+    assert {error.ename for error in excinfo.value.errors.values()} == {"CollectiveMismatch"}
+    assert "line" in "\n".join(excinfo.value._render_traceback_())  # the cell's own line is shown
     assert can_add(plain)
 
 
@@ -320,25 +320,25 @@ def test_groups_are_aborted_on_all_ranks_before_new_ones_are_made(
 @pytest.mark.fault("C3")
 def test_a_rank_that_makes_a_group_alone_is_freed(plain: Session) -> None:
     code = "if rank == 0: dist.new_group([0, 1])\nelse:\n    while True: time.sleep(0.05)"
-    said, seconds = stopped(plain, code, when=runs_for(plain, 2.0))
+    text, seconds = stopped(plain, code, when=runs_for(plain, 2.0))
     assert seconds < 20
-    assert "all variables are kept" in said
+    assert "all variables are kept" in text
     assert can_add(plain)
 
 
 @pytest.mark.fault("C13")
 def test_a_slow_rank_is_reported_and_never_stopped(plain: Session) -> None:
-    told: list[str] = []
+    lines: list[str] = []
 
     def listen() -> None:
         eventually(lambda: "rank 1 is in" in plain.standstill, within_s=30)
-        told.append(plain.standstill)
+        lines.append(plain.standstill)
 
     code = "if rank == 1: time.sleep(7)\nt = torch.ones(1)\ndist.all_reduce(t)\nt.item()"
     with meanwhile(listen):
         assert plain.run(code).values == {0: 2.0, 1: 2.0}
-    assert "rank 0 has waited" in told[0]
-    assert "line 1" in told[0]
+    assert "rank 0 has waited" in lines[0]
+    assert "line 1" in lines[0]
     assert plain.standstill == ""
 
 

@@ -1,6 +1,6 @@
 """The checks, in the order in which they run: the most decisive first.
 
-A check yields pairs: whether a bar holds (None: only told), and what was measured in words. It
+A check yields pairs: whether a bar holds (None: only reported), and what was measured in words. It
 takes its session from the lab. `items` are the rows of docs/gpu.md that it decides.
 """
 
@@ -45,8 +45,8 @@ NEAR_BYTES = 64 * MIB
 """Two readings of a device's memory that mean the same may differ by this."""
 STOP_S = 10.0
 """From Stop to the prompt."""
-TOLD_S = 15.0
-"""Until a hang or a death is told."""
+REPORTED_S = 15.0
+"""Until a hang or a death is reported."""
 SMALL = rank_code.TINY | {"hidden": 256, "layers": 4, "length": 128, "batch": 4}
 BACKENDS = ("zero2", "zero1", "zero3", "fsdp2", "ddp", "fsdp1")
 FALLS = "the loss falls by at least 0.7 of plain torch's"
@@ -125,13 +125,13 @@ def until(happened: Callable[[], object], limit_s: float) -> float:
 def stopped(session: Session, code: str, when: Callable[[], object]) -> tuple[float, int, str]:
     """Run a cell and press Stop when something is so, and again after 5 s, three times at most.
 
-    Returns seconds from the first Stop to the prompt, the number of Stops, and what was told.
+    Returns seconds from the first Stop to the prompt, the number of Stops, and what was reported.
     """
     presses: list[float] = []
     over = threading.Event()
 
     def press() -> None:
-        until(lambda: over.is_set() or when(), 3 * TOLD_S)
+        until(lambda: over.is_set() or when(), 3 * REPORTED_S)
         while len(presses) < 3 and not over.is_set():
             presses.append(time.monotonic())
             os.kill(os.getpid(), signal.SIGINT)
@@ -397,22 +397,20 @@ def renewed(lab: Lab, *, backend: str) -> Findings:
     """Stop while rank 0 waits for the others in a collective; the model goes on."""
     session = prepared(lab, backend=backend)
     loss = next_loss(session)
-    told: list[str] = []
+    lines: list[str] = []
 
     def hang() -> bool:
-        told[:] = [session.standstill] if session.standstill else []
-        return bool(told)
+        lines[:] = [session.standstill] if session.standstill else []
+        return bool(lines)
 
     seconds, stops, words = stopped(session, rank_code.ALONE, hang)
-    yield bool(told), f"told: {told[0] if told else 'nothing'}"
+    yield bool(lines), f"reported: {lines[0] if lines else 'nothing'}"
     yield seconds <= STOP_S, f"prompt {seconds:.1f} s after Stop ({stops}): {words}"
     yield from usable(session, loss)
 
 
 for _backend in sorted(BACKENDS):
-    _bar = (
-        "The hang is told unasked; prompt 10 s after Stop; the model trains on with the same loss"
-    )
+    _bar = "The hang is reported; prompt 10 s after Stop; the model trains on with the same loss"
     _run = partial(renewed, backend=_backend)
     CHECKS.append(Check(f"stop-in-collective-{_backend}", _bar, _run, "A2 A3 C1", 30, 2))
 
@@ -424,11 +422,11 @@ def error_in_collective(lab: Lab) -> Findings:
     loss, began = next_loss(session), time.monotonic()
     try:
         session.run("if rank == 0:\n    raise ValueError('planted')\ntotal(1)", output="none")
-        yield False, "no error was told"
+        yield False, "no error was reported"
     except CellError as error:
         seconds = time.monotonic() - began
-        yield "planted" in str(error), f"told after {seconds:.1f} s: {str(error)[:80]}"
-        yield seconds <= TOLD_S, f"within {TOLD_S:.0f} s"
+        yield "planted" in str(error), f"reported after {seconds:.1f} s: {str(error)[:80]}"
+        yield seconds <= REPORTED_S, f"within {REPORTED_S:.0f} s"
     yield from usable(session, loss)
 
 
@@ -453,11 +451,11 @@ def death_in_collective(lab: Lab) -> Findings:
     killed_at = time.monotonic()
     os.kill(session.status()["ranks"][1]["pid"], signal.SIGKILL)
     try:
-        began.wait(2 * TOLD_S)
-        yield False, "the death was not told"
+        began.wait(2 * REPORTED_S)
+        yield False, "the death was not reported"
     except RankDied as death:
         seconds = time.monotonic() - killed_at
-        yield seconds <= TOLD_S, f"told after {seconds:.1f} s: {death.headline[:80]}"
+        yield seconds <= REPORTED_S, f"reported after {seconds:.1f} s: {death.headline[:80]}"
     seconds = until(lambda: at_idle(lab), 10)
     yield seconds <= 10, f"memory back after {seconds:.1f} s"
     session = lab.session(fresh=True)
@@ -472,7 +470,7 @@ def at_idle(lab: Lab) -> bool:
 
 @check(items="B2", cost=40, gpus=2)
 def fault_in_switch(lab: Lab) -> Findings:
-    """A rank fails in the exchange of a switch: told in 60 s, all is as before."""
+    """A rank fails in the exchange of a switch: reported in 60 s, all is as before."""
     session = prepared(lab, backend="fsdp2")
     loss = next_loss(session)
     session.run(rank_code.PLANTED, output="none")
@@ -483,7 +481,7 @@ def fault_in_switch(lab: Lab) -> Findings:
         yield False, "the switch did not fail"
     except SwitchError as error:
         seconds = time.monotonic() - began
-        yield "planted" in str(error), f"told after {seconds:.1f} s: {str(error)[:120]}"
+        yield "planted" in str(error), f"reported after {seconds:.1f} s: {str(error)[:120]}"
         yield seconds <= 60, f"{seconds:.0f} s"
     yield from usable(session, loss)
     yield session.switch("zero2").verified > 0, "the next switch works"
@@ -500,14 +498,14 @@ def stop_on_device(lab: Lab) -> Findings:
     session = lab.session()
     session.run("kept = 1", output="none")
     lab.changed()
-    told: list[str] = []
+    lines: list[str] = []
 
     def waits() -> bool:
-        told[:] = [session.standstill] if session.standstill else told
-        return bool(told) or after(session, 8)()
+        lines[:] = [session.standstill] if session.standstill else lines
+        return bool(lines) or after(session, 8)()
 
     seconds, stops, words = stopped(session, rank_code.WAIT_FOR_THE_DEVICE, waits)
-    yield None, f"before Stop: {told or 'nothing told'}"
+    yield None, f"before Stop: {lines or 'nothing'}"
     yield stops <= 2, f"{stops} Stops, {seconds:.1f} s: {words}"
     began = time.monotonic()
     yield from usable(lab.session(fresh=True))
@@ -730,8 +728,8 @@ def memory_history(lab: Lab) -> Findings:
     yield lab.judged(on), f"recording goes on: {on}"
     memory = session.profiles[-1].ranks[0].memory
     held = value(session, "level().get('device', 0)")
-    told = (memory and memory.device_bytes) or 0
-    yield lab.judged(told <= held), f"profile: {mib(told)}, the device holds {mib(held)}"
+    num_bytes = (memory and memory.device_bytes) or 0
+    yield lab.judged(num_bytes <= held), f"profile: {mib(num_bytes)}, the device holds {mib(held)}"
 
 
 @check(items="C8", cost=40)
@@ -784,22 +782,22 @@ def out_of_memory(lab: Lab) -> Findings:
         session.run(code, output="none")
         yield False, "the device could not be filled"
     except CellError as error:
-        yield "OutOfMemory" in str(error), f"told: {str(error)[:80]}"
+        yield "OutOfMemory" in str(error), f"reported: {str(error)[:80]}"
     yield from grown(before, value(session, "torch.cuda.empty_cache()\nlevel()"))
     yield from usable(session, next_loss(session))
 
 
 @check(cost=15)
 def killed(lab: Lab) -> Findings:
-    """The death is told; memory is back in 5 s."""
+    """The death is reported; memory is back in 5 s."""
     session = prepared(lab)
     lab.changed()
     os.kill(session.status()["ranks"][0]["pid"], signal.SIGKILL)
     began = time.monotonic()
     with contextlib.suppress(RankDied):
         session.run("total(1)", output="none")
-        yield False, "the death was not told"
-    yield session.death is not None, f"told: {str(session.death)[:80]}"
+        yield False, "the death was not reported"
+    yield session.death is not None, f"reported: {str(session.death)[:80]}"
     seconds = until(lambda: at_idle(lab), 5)
     yield seconds <= 5, f"memory back {time.monotonic() - began:.1f} s after the kill"
 

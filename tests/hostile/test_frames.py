@@ -238,10 +238,10 @@ def test_the_kernel_reads_on_behind_frames_of_a_stranger(
     assert {"code": FORGED, "silent": False} not in [content for _, _, content in seen.messages]
     looks = seen.looks
     eventually(lambda: seen.looks > looks, within_s=10)
-    told = [record.message for record in caplog.records]
-    assert sum("periodic work of the session failed" in words for words in told) == 1
-    assert sum("not signed" in words for words in told) == 1
-    assert sum("cannot process a message" in words for words in told) == 1
+    lines = [record.message for record in caplog.records]
+    assert sum("periodic work of the session failed" in words for words in lines) == 1
+    assert sum("not signed" in words for words in lines) == 1
+    assert sum("cannot process a message" in words for words in lines) == 1
     channels.close()
     rank.close()
     context.term()

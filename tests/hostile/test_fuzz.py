@@ -460,9 +460,9 @@ def test_figures_of_a_rank_in_the_panel(examples: int) -> None:
     )
     good = RankProfile.from_json({**FIGURES, "rank": 0})
 
-    def check(told: Any) -> None:
+    def check(figures: Any) -> None:
         try:
-            made = Profile.of([good, RankProfile.from_json(told)], setting)
+            made = Profile.of([good, RankProfile.from_json(figures)], setting)
         except Exception:  # noqa: BLE001 - the kernel tells it below the cell
             return
         session = SimpleNamespace(

@@ -103,12 +103,12 @@ def test_weights_are_sharded_in_a_host_and_replicated_across(notebook: LiveKerne
     shown = notebook.run(cell + WIDE)
     assert shown.status == "ok", shown.text
     assert "4 CPU ranks on 2 nodes" in shown.text
-    said = [lines_of(shown, rank, 4) for rank in range(4)]
-    assert {one[0] for one in said} == {"('dp_replicate', 'dp_shard_cp') [[0, 1], [2, 3]]"}
-    halves = [one[1] for one in said]
+    lines = [lines_of(shown, rank, 4) for rank in range(4)]
+    assert {one[0] for one in lines} == {"('dp_replicate', 'dp_shard_cp') [[0, 1], [2, 3]]"}
+    halves = [one[1] for one in lines]
     assert halves[:2] == halves[2:]
     assert halves[0] != halves[1]
-    sharded = {tuple(one[2:]) for one in said}
+    sharded = {tuple(one[2:]) for one in lines}
     assert len(sharded) == 1
     notebook.run("%nbdist stop")
     shown = notebook.run(CELL + WIDE)

@@ -189,8 +189,8 @@ def test_panel_is_saved_as_a_page_without_script(bundle: None) -> None:  # noqa:
     (shown,) = cell(notebook, "panel").outputs
     assert set(shown.data) == {"text/html", "text/plain"}  # no widget is left
     page = shown.data["text/html"]
-    for said in ("stopped", "fsdp2", "switch: ", "loss: ", "at step 152", "tokens_per_s", "llama"):
-        assert said in page, said
+    for word in ("stopped", "fsdp2", "switch: ", "loss: ", "at step 152", "tokens_per_s", "llama"):
+        assert word in page, word
     assert "<script" not in page
     assert "widgets" not in notebook.metadata
     assert "fsdp2" in text(notebook, "text")

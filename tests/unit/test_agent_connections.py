@@ -106,9 +106,9 @@ def test_invalid_messages_are_rejected(frames: list[bytes]) -> None:
 
 
 def test_an_invalid_ticket_is_not_repeated() -> None:
-    with pytest.raises(ValueError, match="not the connection data") as told:
+    with pytest.raises(ValueError, match="not the connection data") as excinfo:
         protocol.AgentCredentials.from_json(json.dumps({"secret": "hush"}))
-    assert "hush" not in str(told.value)
+    assert "hush" not in str(excinfo.value)
 
 
 @pytest.fixture
@@ -142,10 +142,10 @@ def test_a_node_is_known_by_its_key(hub: tuple[AgentConnections, list[tuple[int,
         node.send_multipart(protocol.pack_message(protocol.ProcessStates({"rank 0": "gone"})))
         eventually(lambda: heard == [(7, protocol.ProcessStates({"rank 0": "gone"}))], within_s=5)
         made.send(7, protocol.CloseRankSocketsRequest())
-        said = []
-        while protocol.CloseRankSocketsRequest() not in said:
+        received = []
+        while protocol.CloseRankSocketsRequest() not in received:
             assert node.poll(5000)
-            said.append(protocol.unpack_message(node.recv_multipart())[0])
+            received.append(protocol.unpack_message(node.recv_multipart())[0])
     eventually(lambda: heard[-1] == (7, "lost its agent, which ended"), within_s=5)
 
 

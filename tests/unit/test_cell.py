@@ -1,4 +1,4 @@
-"""A cell of several ranks in the kernel: when a failure is told, and what still belongs to it."""
+"""A cell of several ranks in the kernel: when a failure is reported, and what belongs to it."""
 
 from __future__ import annotations
 

@@ -132,9 +132,9 @@ def test_any_cut_into_any_other(tmp_path: Path, ranks: int, cut: Callable[..., C
                 name: shard(torch.zeros_like(one), at_random(one.numel(), rank, wanted))
                 for name, one in full.items()
             }
-            told: list[int] = []
-            read_bytes = shard_io.read_shards(path, manifest, target, told.append)
-            assert told[-1] == read_bytes
+            values: list[int] = []
+            read_bytes = shard_io.read_shards(path, manifest, target, values.append)
+            assert values[-1] == read_bytes
             total += read_bytes
             assert_filled(target, full)
         assert total == sum(one.nbytes for one in full.values())

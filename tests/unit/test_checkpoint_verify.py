@@ -25,11 +25,11 @@ def path(tmp_path: Path) -> Path:
 
 
 def test_what_was_written_is_good(path: Path) -> None:
-    told: list[int] = []
-    manifest = checkpoint.verify_files(path, on_progress=told.append)
+    values: list[int] = []
+    manifest = checkpoint.verify_files(path, on_progress=values.append)
     assert manifest.step == 7
-    assert told == sorted(told)
-    assert told[-1] == sum(one.size_bytes for one in manifest.files)
+    assert values == sorted(values)
+    assert values[-1] == sum(one.size_bytes for one in manifest.files)
     assert checkpoint.verify_files(path, files=[]) == checkpoint.verify_files(path, files=[FILE])
 
 

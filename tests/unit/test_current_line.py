@@ -85,5 +85,5 @@ def test_between_two_lines_it_is_in_its_function(monkeypatch: pytest.MonkeyPatch
     code = SimpleNamespace(co_filename=FILE, co_name="<module>", co_firstlineno=1)
     between = SimpleNamespace(f_code=code, f_lineno=None, f_back=None)
     monkeypatch.setattr(stacks, "main_frame", lambda: between)
-    said = stacks.current_line_reply(cell_of, STANDING)
-    assert (said["cell"], said["line"]) == ("In[3]", 1)
+    text = stacks.current_line_reply(cell_of, STANDING)
+    assert (text["cell"], text["line"]) == ("In[3]", 1)

@@ -66,17 +66,17 @@ def test_a_gpu_that_shares_the_hosts_memory_has_that_of_the_host() -> None:
 
 
 @pytest.mark.parametrize(
-    ("visible", "order", "said"),
+    ("visible", "order", "expected"),
     [("0", None, 1), ("0", "PCI_BUS_ID", 0), ("GPU-b", None, 0), (None, None, 0)],
 )
 def test_numbers_of_different_gpus_follow_nvidia_smi_and_a_note_says_so(
-    visible: str | None, order: str | None, said: int
+    visible: str | None, order: str | None, expected: int
 ) -> None:
     nvml = FakeNvml([FakeGpu("GPU-a", "Tesla T4"), FakeGpu("GPU-b", "NVIDIA A100")])
     environ = {"CUDA_VISIBLE_DEVICES": visible, "CUDA_DEVICE_ORDER": order}
     given = {name: value for name, value in environ.items() if value is not None}
     warnings = machine_with(nvml, **given).warnings
-    assert len([one for one in warnings if "set CUDA_DEVICE_ORDER=PCI_BUS_ID" in one]) == said
+    assert len([one for one in warnings if "set CUDA_DEVICE_ORDER=PCI_BUS_ID" in one]) == expected
     alike = FakeNvml([FakeGpu("GPU-a"), FakeGpu("GPU-b")])
     assert machine_with(alike, **given).warnings == ()
 

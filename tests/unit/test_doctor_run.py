@@ -289,10 +289,10 @@ def test_a_slow_zero3_fetches_more_ahead_on_gpus() -> None:
     assert profile("zero3", on_cpu, hardware=CPU).advice == ()
 
 
-@pytest.mark.parametrize("said", [100_000, "auto"])
-def test_small_buckets_are_reported_if_the_config_sets_them(said: object) -> None:
+@pytest.mark.parametrize("expected", [100_000, "auto"])
+def test_small_buckets_are_reported_if_the_config_sets_them(expected: object) -> None:
     slow = figures(traffic=[traffic("reduce_scatter", 90, 200_000, 0.2)])
-    given = {"zero_optimization": {"reduce_bucket_size": said}}
+    given = {"zero_optimization": {"reduce_bucket_size": expected}}
     one, config = advised(profile("zero2", slow, deepspeed_config=given))
     assert one.title == "small buckets"
     assert config["zero_optimization"]["reduce_bucket_size"] == 500_000_000
@@ -310,9 +310,9 @@ def test_a_slow_disk_is_asked_for_more_at_a_time() -> None:
 
 
 def test_pinned_memory_that_ends_is_not_pinned_any_more() -> None:
-    said = "RuntimeError: CUDA error: out of memory"
+    text = "RuntimeError: CUDA error: out of memory"
     frames = "File deepspeed/accelerator/cuda_accelerator.py:300, in pin_memory("
-    one, config = only(failed("zero3", said, frames, offload="cpu", offload_params=True))
+    one, config = only(failed("zero3", text, frames, offload="cpu", offload_params=True))
     assert (one.level, one.topic) == ("problem", "pinned memory")
     zero = config["zero_optimization"]
     assert zero == {
@@ -332,48 +332,48 @@ def test_fsdp_cannot_leave_memory_unpinned_and_zero3_can() -> None:
 
 
 def test_parameter_names_that_do_not_match_are_reported_under_every_engine() -> None:
-    said = (
+    text = (
         'RuntimeError: Error(s) in loading state_dict for Net:\n Missing key(s) in state_dict: "a"'
     )
     for backend in ("ddp", "fsdp2", "zero3"):
-        (one,) = training_run.check_errors(failed(backend, said))
+        (one,) = training_run.check_errors(failed(backend, text))
         assert (one.level, one.topic) == ("problem", "loading")
         assert "%nbdist load PATH" in one.do
 
 
 def test_another_layout_of_a_checkpoint_is_asked_for() -> None:
-    said = "FileNotFoundError: No such file or directory: 'out/pytorch_model_fsdp_0/.metadata'"
-    one, config = only(failed("fsdp2", said))
+    text = "FileNotFoundError: No such file or directory: 'out/pytorch_model_fsdp_0/.metadata'"
+    one, config = only(failed("fsdp2", text))
     assert one.topic == "loading"
     assert config == {"state_dict_type": "FULL_STATE_DICT"}
-    assert only(failed("fsdp1", said))[1]["sync_module_states"] is True
+    assert only(failed("fsdp1", text))[1]["sync_module_states"] is True
     full = {"state_dict_type": "FULL_STATE_DICT"}
-    said = "FileNotFoundError: No such file or directory: 'out/pytorch_model_fsdp.bin'"
-    _, config = only(failed("fsdp1", said, fsdp_config=full))
+    text = "FileNotFoundError: No such file or directory: 'out/pytorch_model_fsdp.bin'"
+    _, config = only(failed("fsdp1", text, fsdp_config=full))
     assert config == {"state_dict_type": "SHARDED_STATE_DICT"}
 
 
 def test_a_whole_checkpoint_under_fsdp1_is_sent_to_all_ranks() -> None:
-    said = "ValueError: Set the `sync_module_states` flag to `True` so that model states are synced"
+    text = "ValueError: Set the `sync_module_states` flag to `True` so that model states are synced"
     full = {"state_dict_type": "FULL_STATE_DICT"}
-    _, config = only(failed("fsdp1", said, fsdp_config=full))
+    _, config = only(failed("fsdp1", text, fsdp_config=full))
     assert config == {"state_dict_type": "FULL_STATE_DICT", "sync_module_states": True}
-    (one,) = training_run.check_errors(failed("fsdp1", said, hardware=CPU))
+    (one,) = training_run.check_errors(failed("fsdp1", text, hardware=CPU))
     assert one.do.startswith("%nbdist load PATH")
 
 
 def test_the_layout_of_parameters_is_that_of_the_checkpoint() -> None:
-    said = "RuntimeError: The ZeRO checkpoint parameter-alignment layout does not match the current"
-    _, config = only(failed("zero2", said))
+    text = "RuntimeError: The ZeRO checkpoint parameter-alignment layout does not match the current"
+    _, config = only(failed("zero2", text))
     assert config["zero_optimization"] == {"parameter_alignment": True}
 
 
 def test_a_checkpoint_of_more_ranks_is_loaded_as_a_universal_one() -> None:
-    said = (
+    text = (
         "ZeRORuntimeException: The checkpoint being loaded used a DP world size of 4 but the"
         " current world size is 2."
     )
-    _, config = only(failed("zero2", said))
+    _, config = only(failed("zero2", text))
     assert config["checkpoint"] == {"load_universal": True}
 
 

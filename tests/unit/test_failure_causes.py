@@ -68,9 +68,9 @@ def version_2(tmp_path: Path) -> Path:
 
 
 def died(*ends: tuple[int, int | None], oom: OomKillCounter | None = None, **more: str) -> str:
-    told = [messages.RankExited(1, rank, code, **more) for rank, code in ends]
+    exits = [messages.RankExited(1, rank, code, **more) for rank, code in ends]
     stacks = {rank: CRASH for rank, _ in ends}
-    death = failure_causes.rank_failure(told, oom=oom or OomKillCounter(), stack_of=stacks, log="")
+    death = failure_causes.rank_failure(exits, oom=oom or OomKillCounter(), stack_of=stacks, log="")
     return str(death.to_error(cells={"4242.py": 12}))
 
 
@@ -172,7 +172,7 @@ def test_a_stopped_process_is_reported_once_and_when_it_continues(
     sleeper: subprocess.Popen[bytes], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(failure_causes, "UNRESPONSIVE_AFTER_S", 0.1)
-    seen, told = failure_causes.StoppedProcessWatch(), list[str]()
+    seen, lines = failure_causes.StoppedProcessWatch(), list[str]()
 
     def looked() -> int:
         pids = {"rank 3": sleeper.pid, "rank 4": os.getpid()}
@@ -180,8 +180,8 @@ def test_a_stopped_process_is_reported_once_and_when_it_continues(
             name: launcher_process.ProcessStatus(pid, launcher_process.process_status(pid))
             for name, pid in pids.items()
         }
-        told.extend(seen.update(found))
-        return len(told)
+        lines.extend(seen.update(found))
+        return len(lines)
 
     assert looked() == 0
     os.kill(sleeper.pid, signal.SIGSTOP)
@@ -191,7 +191,7 @@ def test_a_stopped_process_is_reported_once_and_when_it_continues(
     assert looked() == 1
     os.kill(sleeper.pid, signal.SIGCONT)
     eventually(lambda: looked() == 2, within_s=5)
-    assert told[1] == "nbdist: rank 3 is running again"
+    assert lines[1] == "nbdist: rank 3 is running again"
     assert seen.describe("rank 3") == ""
 
 

@@ -21,16 +21,16 @@ def words(replies: dict[int, messages.RankActivityReply], **given: Any) -> str:
 
 def test_a_rank_that_has_raised_is_named_with_those_that_wait_for_it() -> None:
     replies = {0: answer(), 1: waits(4, 0), 2: waits(4, 0), 3: waits(4, 0)}
-    said = words(replies, pending=[1, 2, 3], errors={0: error(0, 3)})
-    assert said == (
+    text = words(replies, pending=[1, 2, 3], errors={0: error(0, 3)})
+    assert text == (
         "rank 0 raised ValueError at line 3; ranks 1-3 have waited 4 s in all_reduce at line 4"
     )
 
 
 def test_a_rank_that_is_slow_is_named_with_its_line() -> None:
     replies = {0: waits(4, 1), 1: answer(2, called="sleep", source="time.sleep(30)")}
-    said = words(replies, pending=[0, 1], errors={})
-    assert said == "rank 0 has waited 4 s in all_reduce at line 4; rank 1 is in sleep at line 2"
+    text = words(replies, pending=[0, 1], errors={})
+    assert text == "rank 0 has waited 4 s in all_reduce at line 4; rank 1 is in sleep at line 2"
 
 
 def test_ranks_that_have_finished_or_never_ran_the_cell() -> None:
@@ -43,14 +43,14 @@ def test_ranks_that_have_finished_or_never_ran_the_cell() -> None:
 
 def test_a_rank_that_is_stuck_in_c_is_seen_by_its_count() -> None:
     stuck = answer(8, called="backward", sleeps=True, still_s=5.0, count=6)
-    said = words({0: stuck, 1: answer(2, called="load")}, pending=[0, 1], errors={})
-    assert said == "rank 0 has waited 5 s in backward at line 8; rank 1 is in load at line 2"
+    text = words({0: stuck, 1: answer(2, called="load")}, pending=[0, 1], errors={})
+    assert text == "rank 0 has waited 5 s in backward at line 8; rank 1 is in load at line 2"
 
 
 def test_a_rank_that_spins_in_c_waits_as_one_that_sleeps() -> None:
     spins = answer(8, called="item", sleeps=False, still_s=5.0, count=6)
-    said = words({0: spins, 1: answer(2, called="load")}, pending=[0, 1], errors={})
-    assert said == "rank 0 has waited 5 s in item at line 8; rank 1 is in load at line 2"
+    text = words({0: spins, 1: answer(2, called="load")}, pending=[0, 1], errors={})
+    assert text == "rank 0 has waited 5 s in item at line 8; rank 1 is in load at line 2"
 
 
 def test_a_rank_that_computes_for_long_does_not_hang() -> None:
@@ -61,8 +61,8 @@ def test_a_rank_that_computes_for_long_does_not_hang() -> None:
 
 def test_a_rank_that_stays_at_one_line_after_another_failed_is_reported() -> None:
     replies = {0: answer(), 1: answer(4, called="item", still_s=4.0)}
-    said = words(replies, pending=[1], errors={0: error(0, 3)})
-    assert said == "rank 0 raised ValueError at line 3; rank 1 has been in item at line 4 for 4 s"
+    text = words(replies, pending=[1], errors={0: error(0, 3)})
+    assert text == "rank 0 raised ValueError at line 3; rank 1 has been in item at line 4 for 4 s"
 
 
 def test_each_way_to_be_in_c_is_described() -> None:
@@ -73,13 +73,13 @@ def test_each_way_to_be_in_c_is_described() -> None:
         3: answer(6, called="tokenize", still_s=0.5),
         4: answer(7, called="solve", still_s=0.5),
     }
-    said = describe_positions(
+    text = describe_positions(
         range(7),
         replies=replies,
         silent={4: 6.0, 5: 7.0, 6: 8.0},
         states={4: "running", 5: "stopped", 6: "sleeping"},
     )
-    assert said.split("; ") == [
+    assert text.split("; ") == [
         "ranks 0-1 spin in item at line 4",
         "rank 2 sleeps in read at line 5",
         "rank 3 is in tokenize at line 6",

@@ -228,8 +228,8 @@ def test_groups_that_could_not_be_aborted_are_reported(clock: Clock, ranks: Rank
     clock.now += 2
     stages.escalate()
     passes(clock, stages, 4)
-    said = "could not be aborted on rank 0: AccessDenied; rank 1: AccessDenied. Interrupt again"
-    assert said in stages.work.notice
+    text = "could not be aborted on rank 0: AccessDenied; rank 1: AccessDenied. Interrupt again"
+    assert text in stages.work.notice
 
 
 def test_ranks_at_different_steps_stop_after_the_later_one(clock: Clock, ranks: Ranks) -> None:

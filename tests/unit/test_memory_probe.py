@@ -110,7 +110,7 @@ def test_errors_of_memory_are_known(error: BaseException | None, *, of_memory: b
 
 
 @pytest.mark.parametrize(
-    ("said", "size"),
+    ("message", "size"),
     [
         ("can't allocate memory: you tried to allocate 40000000000000 bytes. Error", 4 * 10**13),
         ("CUDA out of memory. Tried to allocate 9.50 GiB. GPU 0 has", 9.5 * 2**30),
@@ -118,9 +118,9 @@ def test_errors_of_memory_are_known(error: BaseException | None, *, of_memory: b
         ("out of memory", None),
     ],
 )
-def test_what_was_asked_for_is_read_off_the_error(said: str, size: float | None) -> None:
+def test_what_was_asked_for_is_read_off_the_error(message: str, size: float | None) -> None:
     outer = ValueError("the step failed")
-    outer.__cause__ = RuntimeError(said)
+    outer.__cause__ = RuntimeError(message)
     assert memory_advice.requested_bytes(outer) == size
 
 

@@ -100,12 +100,12 @@ def test_equal_text_under_one_header_is_not_a_replay(node: Node) -> None:
 def test_what_any_ranks_say_leaves_whole_and_in_order(node: Node) -> None:
     rng = random.Random(5)  # noqa: S311 - a test's own dice
     for _ in range(100):
-        said, left = (dict.fromkeys(RANKS, "") for _ in range(2))
+        sent, left = (dict.fromkeys(RANKS, "") for _ in range(2))
         for _ in range(20):
             rank = rng.choice(RANKS)
             text = "".join(rng.choice(["a", "b\n", "c\n"]) for _ in range(rng.randrange(5)))
             node.says(rank, text)
-            said[rank] += text
+            sent[rank] += text
             node.now += rng.choice([0.0, MESSAGE_DELAY_S / 3])
             for ranks, leaves in node.leave():
                 for one in ranks:
@@ -114,7 +114,7 @@ def test_what_any_ranks_say_leaves_whole_and_in_order(node: Node) -> None:
         for ranks, leaves in node.leave():
             for one in ranks:
                 left[one] += leaves
-        assert left == said
+        assert left == sent
 
 
 def test_what_is_signed_with_another_key_joins_nothing(node: Node) -> None:

@@ -165,8 +165,8 @@ def test_the_end_of_all_ranks_is_reported_once_with_the_first_cause(heard: Heard
     assert messages.decode_line(line.text.encode()) == messages.StopRanksRequest()
     assert heard.lines == []
     alpha.tell(messages.AllRanksExited(GENERATION, {"0": -15}))
-    told = messages.AllRanksExited(GENERATION, {"0": -15, "2": 1}, node="beta")
-    eventually(lambda: heard.lines == [told], within_s=5)
+    ended = messages.AllRanksExited(GENERATION, {"0": -15, "2": 1}, node="beta")
+    eventually(lambda: heard.lines == [ended], within_s=5)
 
 
 def test_the_loss_of_a_node_ends_the_others(heard: Heard) -> None:

@@ -44,8 +44,8 @@ def test_one_answer_has_all_ranks_and_the_hosts_memory(
 ) -> None:
     made, answers = asked
     made.request_usage(7, {4: ("GPU-a", os.getpid()), 5: ("", os.getpid()), 6: ("", None)})
-    number, told = answers.get(timeout=5)
-    now = NodeUsage.from_json(json.loads(json.dumps(told)))
+    number, reply = answers.get(timeout=5)
+    now = NodeUsage.from_json(json.loads(json.dumps(reply)))
     assert number == 7
     assert (now.readings[4].used_bytes, now.readings[4].others_bytes) == (12 * GIB, 8 * GIB)
     assert len(now.readings[4].holders) == 1
@@ -82,8 +82,8 @@ def test_nodes_travel_without_their_names() -> None:
         return SessionNode(f"node {number}", (number,), Machine((gpu,), None, cores))
 
     sent = [*(node(number, 96) for number in range(3)), node(3, 64), node(4, 96)]
-    told = json.loads(json.dumps(discovery.nodes_to_json(sent)))
-    read = discovery.nodes_from_json(told)
+    nodes_received = json.loads(json.dumps(discovery.nodes_to_json(sent)))
+    read = discovery.nodes_from_json(nodes_received)
     assert [(one.name, one.ranks) for one in read] == [(one.name, one.ranks) for one in sent]
     assert [one.machine.num_cpus for one in read] == [one.machine.num_cpus for one in sent]
 

@@ -52,15 +52,15 @@ def test_a_second_session_waits_for_the_first_and_says_so(
     monkeypatch.setattr(offload_setup, "TICK_S", 0.0)
     first = os.open(tmp_path / "nbdist-lock", os.O_RDWR | os.O_CREAT)
     fcntl.flock(first, fcntl.LOCK_EX)
-    said: list[str] = []
+    lines: list[str] = []
 
     def finish_the_first(line: str) -> None:
-        said.append(line)
+        lines.append(line)
         fcntl.flock(first, fcntl.LOCK_UN)
 
     with offload_setup.build_lock(tmp_path, progress=finish_the_first, limit_s=60):
         pass
-    assert said == ["waiting for another session that builds DeepSpeed's ops: 0 s"]
+    assert lines == ["waiting for another session that builds DeepSpeed's ops: 0 s"]
     fcntl.flock(first, fcntl.LOCK_EX)
     waiting = offload_setup.build_lock(tmp_path, progress=pytest.fail, limit_s=-1)
     with pytest.raises(StartError, match="another session that builds"), waiting:

@@ -131,7 +131,7 @@ def test_devices_of_nodes_are_those_that_the_agents_have_found() -> None:
 
 
 def test_each_node_is_asked_for_all_of_its_ranks_and_a_silent_one_is_unknown() -> None:
-    told = {
+    usage = {
         "alpha": NodeUsage(300 * GIB, {0: GpuReading(used_bytes=12 * GIB, others_bytes=GIB)}),
         "beta": NodeUsage(
             60 * GIB, {1: GpuReading(used_bytes=5 * GIB), 2: GpuReading(used_bytes=GIB)}
@@ -139,13 +139,13 @@ def test_each_node_is_asked_for_all_of_its_ranks_and_a_silent_one_is_unknown() -
     }
 
     def told_in_time(within_s: float) -> dict[str, NodeUsage]:
-        return told if within_s <= device_sampler.SAMPLE_INTERVAL_S else {}
+        return usage if within_s <= device_sampler.SAMPLE_INTERVAL_S else {}
 
     away = DevicePlacement(3, None, num_nodes=2, is_remote=True)
     session = running(away, 7, 7, 8, nodes=nodes(), nodes_now=told_in_time)
     made = DeviceSampler(session)
     assert [one.used_bytes for one in made.sample_once().readings] == [12 * GIB, 5 * GIB, GIB]
-    del told["beta"]
+    del usage["beta"]
     moment = made.sample_once()
     assert [one.used_bytes for one in moment.readings] == [12 * GIB, None, None]
     assert list(moment.nodes) == ["alpha"]

@@ -397,8 +397,8 @@ def on_nodes(session: Session, monkeypatch: pytest.MonkeyPatch) -> Session:
     """A session on two nodes, of which the second does not answer."""
     bare = Machine((), None, 8, 64 * GIB)
     workers(session).nodes = [SessionNode("alpha", (0,), bare), SessionNode("b&ta", (1,), bare)]
-    told = {"alpha": NodeUsage(40 * GIB, {0: GpuReading(used_bytes=3 * GIB)})}
-    monkeypatch.setattr(workers(session), "node_usage", lambda _within_s: told)
+    usage = {"alpha": NodeUsage(40 * GIB, {0: GpuReading(used_bytes=3 * GIB)})}
+    monkeypatch.setattr(workers(session), "node_usage", lambda _within_s: usage)
     session.state = "ready"
     return session
 
@@ -440,7 +440,7 @@ def contrast(one: str, other: str) -> float:
 
 
 @pytest.mark.parametrize(
-    ("given", "said"),
+    ("given", "message"),
     [
         (number_formatting.format_bytes(None), "-"),
         (number_formatting.format_bytes(312 << 20), "312 MiB"),
@@ -452,8 +452,8 @@ def contrast(one: str, other: str) -> float:
         (number_formatting.format_age(130), "2 min"),
     ],
 )
-def test_figures_in_words(given: str, said: str) -> None:
-    assert given == said
+def test_figures_in_words(given: str, message: str) -> None:
+    assert given == message
 
 
 # ---------------------------------------------------------------------------- choosing a face

@@ -164,15 +164,15 @@ def test_heads_without_a_closed_form_are_traced(architecture: str, *, exact: boo
 
 def test_another_class_than_the_planned_one_is_noted() -> None:
     assert "LlamaForCausalLM" not in notes(LLAMA | {"architectures": ["LlamaForCausalLM"]})
-    said = notes(LLAMA | {"architectures": "YarnLlamaForCausalLM"})
-    assert "Planned as LlamaForCausalLM: the config names YarnLlamaForCausalLM" in said
+    text = notes(LLAMA | {"architectures": "YarnLlamaForCausalLM"})
+    assert "Planned as LlamaForCausalLM: the config names YarnLlamaForCausalLM" in text
 
 
 def test_quantization_is_noted() -> None:
     quantized = LLAMA | {"quantization_config": {"quant_method": "awq"}, "dtype": "bfloat16"}
-    said = notes(quantized)
-    assert "quantization_config (awq) is ignored" in said
-    assert "with 16 bits each" in said
+    text = notes(quantized)
+    assert "quantization_config (awq) is ignored" in text
+    assert "with 16 bits each" in text
     assert "quantization" not in notes(LLAMA)
 
 

@@ -194,5 +194,5 @@ def test_memory_that_a_session_measured_on_this_gpu_is_said() -> None:
     )
     plan = nbdist.plan(LLAMA, devices=found, backend="ddp", **BATCH)
     today = measurement_store.today()
-    said = f"sources: memory measured here ({today}); link and compute speed from the"
-    assert said in str(plan)
+    text = f"sources: memory measured here ({today}); link and compute speed from the"
+    assert text in str(plan)

@@ -304,8 +304,8 @@ def planned(config: dict[str, Any], setup: TrainingSetup, batch_size: int, seq_l
     """MiB of the peak, on the device and in the host's memory together."""
     model = analytic.spec_from_config(config)
     workload = setup.workload(model, batch_size, seq_len, keep_outputs=True)
-    told = memory.step_memory_usage(model, workload, setup)
-    return max(moment.device_bytes + sum(moment.host_parts.values()) for moment in told) / MIB
+    usage = memory.step_memory_usage(model, workload, setup)
+    return max(moment.device_bytes + sum(moment.host_parts.values()) for moment in usage) / MIB
 
 
 def llama(hidden: int, wide: int, blocks: int, words: int, **more: Any) -> dict[str, Any]:

@@ -90,8 +90,8 @@ def test_the_fastest_is_called_so_and_a_simpler_one_is_not(model: Any, devices: 
     plan = nbdist.plan(model, devices=devices, batch_size=1, seq_len=512)
     assert plan.best is not None
     top = max(row.tokens_per_s for row in plan.rows if row.fits and row.backend != "fsdp1")
-    said = plan.best.why.startswith("the fastest that fits; ")
-    assert said == (top <= 1.01 * plan.best.tokens_per_s)
+    is_called_fastest = plan.best.why.startswith("the fastest that fits; ")
+    assert is_called_fastest == (top <= 1.01 * plan.best.tokens_per_s)
 
 
 def test_a_small_model_that_fits_everywhere_gets_the_simplest_backend() -> None:

@@ -98,15 +98,15 @@ def test_operations_add_up_over_groups_and_samples() -> None:
 
 
 @pytest.mark.parametrize(
-    ("workload", "said"),
+    ("workload", "message"),
     [
         (at(1, seq_len=32), "traced with 16 tokens per sample"),
         (at(1, kind="cpu"), "'cpu half' was not traced"),
         (at(1, compute="autocast"), "This trace has cuda half"),
     ],
 )
-def test_what_was_not_traced_is_said(workload: Workload, said: str) -> None:
-    with pytest.raises(PlanError, match=said):
+def test_what_was_not_traced_is_said(workload: Workload, message: str) -> None:
+    with pytest.raises(PlanError, match=message):
         traced.from_json(fields()).micro_batch_activations(workload)
 
 
@@ -132,14 +132,14 @@ def answer_of(
 
 
 def test_progress_and_answer_of_the_child_arrive() -> None:
-    said: list[str] = []
+    lines: list[str] = []
     code = (
         "import json, sys; request = json.load(sys.stdin);"
         "print('trace: looking', file=sys.stderr); print('noise', file=sys.stderr);"
         "print(json.dumps({'got': request}))"
     )
-    assert answer_of(child(code), {"a": 1}, said.append) == {"got": {"a": 1}}
-    assert said == ["looking"]
+    assert answer_of(child(code), {"a": 1}, lines.append) == {"got": {"a": 1}}
+    assert lines == ["looking"]
 
 
 def test_the_childs_last_line_is_the_reason() -> None:
@@ -178,17 +178,17 @@ def asked(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     return requests
 
 
-def trace(said: list[str] | None = None, **changes: Any) -> traced.TracedModel:
+def trace(lines: list[str] | None = None, **changes: Any) -> traced.TracedModel:
     asked = {"config": CONFIG, "batch_size": 2, "seq_len": 16} | changes
-    say = (said if said is not None else []).append
+    say = (lines if lines is not None else []).append
     return traced.trace_config(asked.pop("config"), progress=say, **asked)
 
 
 def test_a_config_is_traced_once(folder: Path, asked: list[Any]) -> None:
-    said: list[str] = []
-    assert trace(said) == trace(said)
+    lines: list[str] = []
+    assert trace(lines) == trace(lines)
     assert len(asked) == len(list(folder.iterdir())) == 1
-    assert said == [traced.FIRST_TRACE]
+    assert lines == [traced.FIRST_TRACE]
 
 
 @pytest.mark.parametrize(

@@ -230,9 +230,9 @@ def test_a_plan_whose_every_row_fails_is_refused() -> None:
 
 
 def test_a_model_that_fails_in_every_way_is_one_sentence() -> None:
-    said = figures(Upcasting(), ("half",))["error"]
-    assert said.startswith("Cannot trace the model (Upcasting on fake tensors: ")
-    assert "nbdist.plan(model, inputs=...)" in said
+    text = figures(Upcasting(), ("half",))["error"]
+    assert text.startswith("Cannot trace the model (Upcasting on fake tensors: ")
+    assert "nbdist.plan(model, inputs=...)" in text
 
 
 # ---- what a transformers model trains on
@@ -334,11 +334,11 @@ def test_inputs_say_their_own_length() -> None:
 def test_a_module_is_traced_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     assert known(bert()) is None
-    said: list[str] = []
+    lines: list[str] = []
     model = traced.spec_from_module(
-        bert(), batch_size=2, seq_len=16, progress=said.append, kinds=("cpu",)
+        bert(), batch_size=2, seq_len=16, progress=lines.append, kinds=("cpu",)
     )
-    assert said[0] == traced.FIRST_TRACE
+    assert lines[0] == traced.FIRST_TRACE
     assert known(bert()) == model, "an equal module too"
     assert known(bert(), batch_size=3) is None
     assert known(bert(hidden_dropout_prob=0.0)) is None

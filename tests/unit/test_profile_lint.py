@@ -177,8 +177,8 @@ def test_a_loader_that_is_hardly_waited_for_is_not_spoken_of() -> None:
 
 
 def test_a_wait_for_the_device_costs_what_the_device_idles() -> None:
-    (told,) = judged(ITEM, rank(kind="cpu"))
-    lines = [LineProfile(cell=told.cell, line=told.line, source=told.source, seconds=0.7)]
+    (remark,) = judged(ITEM, rank(kind="cpu"))
+    lines = [LineProfile(cell=remark.cell, line=remark.line, source=remark.source, seconds=0.7)]
     (one,) = judged(ITEM, rank(lines=lines, idle=0.2))
     assert one.seconds == 0.2
     assert "The device is idle for 20% of the step (200 ms)" in one.reason

@@ -71,40 +71,40 @@ def recorded(**changes: object) -> WindowTrace:
 
 
 def test_the_parts_of_a_step_sum_up_to_it() -> None:
-    told = break_down_step(recorded())
-    assert sum(told.parts.values()) == pytest.approx(0.1)
-    assert told.parts["data"] == pytest.approx(0.020)
-    assert told.parts["forward"] == pytest.approx(0.032)  # with the loss, which operators compute
-    assert told.parts["optimizer"] == pytest.approx(0.010)
-    assert told.parts["python"] == pytest.approx(0.008)
+    breakdown = break_down_step(recorded())
+    assert sum(breakdown.parts.values()) == pytest.approx(0.1)
+    assert breakdown.parts["data"] == pytest.approx(0.020)
+    assert breakdown.parts["forward"] == pytest.approx(0.032)  # with the loss
+    assert breakdown.parts["optimizer"] == pytest.approx(0.010)
+    assert breakdown.parts["python"] == pytest.approx(0.008)
 
 
 def test_a_forward_without_a_mark_is_what_is_computed_before_the_backward() -> None:
     marks = {**recorded().marks, "forward": []}
-    told = break_down_step(recorded(marks=marks))
-    assert told.parts["forward"] == pytest.approx(0.031)  # from 21 to 52 ms
-    assert told.parts["python"] == pytest.approx(0.009)
+    breakdown = break_down_step(recorded(marks=marks))
+    assert breakdown.parts["forward"] == pytest.approx(0.031)  # from 21 to 52 ms
+    assert breakdown.parts["python"] == pytest.approx(0.009)
 
 
 def test_a_forward_of_which_parts_are_marked_is_all_that_is_computed() -> None:
     marks = {**recorded().marks, "forward": [at(30, 40), at(130, 140)]}
-    told = break_down_step(recorded(marks=marks))
-    assert told.parts["forward"] == pytest.approx(0.022)  # from 30 to 52 ms
-    told = break_down_step(recorded(marks=marks, has_whole_forwards=False))
-    assert told.parts["forward"] == pytest.approx(0.031)
+    breakdown = break_down_step(recorded(marks=marks))
+    assert breakdown.parts["forward"] == pytest.approx(0.022)  # from 30 to 52 ms
+    breakdown = break_down_step(recorded(marks=marks, has_whole_forwards=False))
+    assert breakdown.parts["forward"] == pytest.approx(0.031)
 
 
 def test_a_collective_is_exposed_where_nothing_is_computed_beside_it() -> None:
-    told = break_down_step(recorded())
-    assert told.parts["communication"] == pytest.approx(0.009)  # from 75 to 84 ms
-    assert told.parts["backward"] == pytest.approx(0.021)
-    assert told.overlapped_s == pytest.approx(0.005)
-    (traffic,) = told.traffic
+    breakdown = break_down_step(recorded())
+    assert breakdown.parts["communication"] == pytest.approx(0.009)  # from 75 to 84 ms
+    assert breakdown.parts["backward"] == pytest.approx(0.021)
+    assert breakdown.overlapped_s == pytest.approx(0.005)
+    (traffic,) = breakdown.traffic
     assert (traffic.name, traffic.count, traffic.bytes) == ("all_reduce", 1, 4)
     assert traffic.seconds == pytest.approx(0.014)
     assert traffic.exposed_s == pytest.approx(0.009)
     spans = [0.005, 0.014]
-    assert told.collective_begins == {
+    assert breakdown.collective_begins == {
         "0": [[0.07, 0.009, 0.014, *spans], [0.17, 0.009, 0.014, *spans]]
     }
 
@@ -113,15 +113,15 @@ def test_waiting_for_other_ranks_before_a_collective_is_communication() -> None:
     ours = CollectiveSpans(
         name="all_gather", group="0", begin_ns=22 * MS, transfer=at(32, 36), barrier=at(22, 31)
     )
-    told = break_down_step(recorded(collectives=[ours], wait_spans=[at(33, 36)]))
-    assert told.parts["communication"] == pytest.approx(0.012 / 2)
-    assert told.collective_begins == {"0": [[0.022, 0.012, 0.013, 0.0, 0.009, 0.011, 0.014]]}
+    breakdown = break_down_step(recorded(collectives=[ours], wait_spans=[at(33, 36)]))
+    assert breakdown.parts["communication"] == pytest.approx(0.012 / 2)
+    assert breakdown.collective_begins == {"0": [[0.022, 0.012, 0.013, 0.0, 0.009, 0.011, 0.014]]}
 
 
 def test_waiting_for_a_core_outside_of_everything_is_idle() -> None:
-    told = break_down_step(recorded(idle_s=0.006))
-    assert told.parts["idle"] == pytest.approx(0.003)
-    assert told.parts["python"] == pytest.approx(0.005)
+    breakdown = break_down_step(recorded(idle_s=0.006))
+    assert breakdown.parts["idle"] == pytest.approx(0.003)
+    assert breakdown.parts["python"] == pytest.approx(0.005)
 
 
 def test_on_a_gpu_the_device_decides_and_its_pauses_are_explained() -> None:
@@ -132,7 +132,7 @@ def test_on_a_gpu_the_device_decides_and_its_pauses_are_explained() -> None:
         "copies": [at(22, 25)],
         "offload": [],
     }
-    told = break_down_step(
+    breakdown = break_down_step(
         recorded(
             window=at(0, 100),
             num_steps=1,
@@ -144,13 +144,13 @@ def test_on_a_gpu_the_device_decides_and_its_pauses_are_explained() -> None:
             ],
         )
     )
-    assert told.parts["forward"] == pytest.approx(0.035)
-    assert told.parts["communication"] == pytest.approx(0.008)  # from 80 to 88 ms
-    assert told.parts["data"] == pytest.approx(0.020)
-    assert told.parts["copies"] == pytest.approx(0.003)
-    assert told.parts["idle"] == pytest.approx(0.002 + 0.002)  # launching, no kernel
-    assert told.parts["python"] == pytest.approx(0.005)
-    assert sum(told.parts.values()) == pytest.approx(0.1)
+    assert breakdown.parts["forward"] == pytest.approx(0.035)
+    assert breakdown.parts["communication"] == pytest.approx(0.008)  # from 80 to 88 ms
+    assert breakdown.parts["data"] == pytest.approx(0.020)
+    assert breakdown.parts["copies"] == pytest.approx(0.003)
+    assert breakdown.parts["idle"] == pytest.approx(0.002 + 0.002)  # launching, no kernel
+    assert breakdown.parts["python"] == pytest.approx(0.005)
+    assert sum(breakdown.parts.values()) == pytest.approx(0.1)
 
 
 def test_what_gloo_moved_belongs_to_what_was_called_in_that_order() -> None:
@@ -231,7 +231,7 @@ def test_begins_are_matched_in_each_group_by_itself() -> None:
         ],
     )
     moved, kernels = kineto.split_device_events(seen, {}, offloads=False)
-    told = break_down_step(
+    breakdown = break_down_step(
         WindowTrace(
             window=at(0, 200),
             num_steps=1,
@@ -241,7 +241,7 @@ def test_begins_are_matched_in_each_group_by_itself() -> None:
             kernels=kernels,
         )
     )
-    assert {group: len(begins) for group, begins in told.collective_begins.items()} == {
+    assert {group: len(begins) for group, begins in breakdown.collective_begins.items()} == {
         "shards": 1,
         "replicas": 1,
     }

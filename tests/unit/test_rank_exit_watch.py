@@ -29,12 +29,12 @@ def rank(watch: RankExitWatch, number: int, life: Callable[[], object]) -> int:
     return pid
 
 
-def ends(told: list[messages.LauncherMessage]) -> list[messages.RankExited]:
-    return [message for message in told if isinstance(message, messages.RankExited)]
+def ends(received: list[messages.LauncherMessage]) -> list[messages.RankExited]:
+    return [message for message in received if isinstance(message, messages.RankExited)]
 
 
-def born(told: list[messages.LauncherMessage]) -> dict[int, int]:
-    return {one.rank: one.pid for one in told if isinstance(one, messages.RankForked)}
+def born(received: list[messages.LauncherMessage]) -> dict[int, int]:
+    return {one.rank: one.pid for one in received if isinstance(one, messages.RankForked)}
 
 
 def collect(*pids: int) -> None:
@@ -48,15 +48,16 @@ def wait_for_ever() -> None:
 
 @pytest.mark.fault("B9")
 def test_exits_are_reported_in_order_with_codes_that_can_still_be_collected() -> None:
-    told: list[messages.LauncherMessage] = []
-    watch = RankExitWatch(3, told.append)
+    received: list[messages.LauncherMessage] = []
+    watch = RankExitWatch(3, received.append)
     pids = [rank(watch, 0, wait_for_ever), rank(watch, 1, lambda: os._exit(0))]
-    eventually(lambda: ends(told) and len(born(told)) == 2, within_s=5)
+    eventually(lambda: ends(received) and len(born(received)) == 2, within_s=5)
     os.kill(pids[0], signal.SIGKILL)
-    eventually(lambda: len(ends(told)) == 2, within_s=5)
+    eventually(lambda: len(ends(received)) == 2, within_s=5)
     watch.close()
-    assert [(end.rank, end.code, end.generation) for end in ends(told)] == [(1, 0, 3), (0, -9, 3)]
-    assert born(told) == dict(enumerate(pids))
+    exits = [(end.rank, end.code, end.generation) for end in ends(received)]
+    assert exits == [(1, 0, 3), (0, -9, 3)]
+    assert born(received) == dict(enumerate(pids))
     collect(*pids)
 
 
@@ -64,8 +65,8 @@ def test_exits_are_reported_in_order_with_codes_that_can_still_be_collected() ->
 def test_an_end_that_torch_elastic_collected_first_has_its_code_too(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    told: list[messages.LauncherMessage] = []
-    watch, read, write = RankExitWatch(1, told.append), *os.pipe()
+    received: list[messages.LauncherMessage] = []
+    watch, read, write = RankExitWatch(1, received.append), *os.pipe()
 
     def life() -> None:
         watch.announce_rank(0)
@@ -74,34 +75,34 @@ def test_an_end_that_torch_elastic_collected_first_has_its_code_too(
 
     forked = multiprocessing.get_context("fork").Process(target=life)
     forked.start()
-    eventually(lambda: told, within_s=5)
+    eventually(lambda: received, within_s=5)
     monkeypatch.setattr(
         "nbdist.launcher.process_tree._exit_code", lambda _: forked.join()
     )  # it is quicker
     os.write(write, b"x")
-    eventually(lambda: ends(told), within_s=5)
+    eventually(lambda: ends(received), within_s=5)
     watch.close()
-    assert [end.code for end in ends(told)] == [5]
+    assert [end.code for end in ends(received)] == [5]
     os.close(read)
     os.close(write)
 
 
 def test_a_process_that_ended_before_the_watch_has_no_exit_code() -> None:
-    told: list[messages.LauncherMessage] = []
-    watch = RankExitWatch(1, told.append)
+    received: list[messages.LauncherMessage] = []
+    watch = RankExitWatch(1, received.append)
     pid = os.fork()
     if pid == 0:
         os._exit(5)
     collect(pid)
     watch._sender.send(f"0 {pid}".encode())  # what it would have sent
     watch.close()
-    assert [end.code for end in ends(told)] == [None]
+    assert [end.code for end in ends(received)] == [None]
 
 
 @pytest.mark.fault("B10")
 def test_output_left_unread_in_the_pipes_is_reported() -> None:
-    told: list[messages.LauncherMessage] = []
-    watch = RankExitWatch(1, told.append)
+    received: list[messages.LauncherMessage] = []
+    watch = RankExitWatch(1, received.append)
 
     def speak() -> None:
         read, write = os.pipe()
@@ -110,9 +111,9 @@ def test_output_left_unread_in_the_pipes_is_reported() -> None:
         os.kill(os.getpid(), signal.SIGKILL)
 
     pid = rank(watch, 0, speak)
-    eventually(lambda: ends(told), within_s=5)
+    eventually(lambda: ends(received), within_s=5)
     watch.close()
-    assert ends(told)[0].words == "terminate called\n"
+    assert ends(received)[0].words == "terminate called\n"
     collect(pid)
 
 

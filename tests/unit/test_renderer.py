@@ -548,10 +548,10 @@ def test_text_of_several_ranks_is_shown_as_that_of_each(budget: OutputBudget) ->
         each.close()
         for rank in range(4):
             assert together.renderer.rank_logs[rank].text() == each.renderer.rank_logs[rank].text()
-            assert told(together, rank) == told(each, rank)
+            assert lines_of_rank(together, rank) == lines_of_rank(each, rank)
 
 
-def told(cell: Cell, rank: int) -> list[str]:
+def lines_of_rank(cell: Cell, rank: int) -> list[str]:
     """Lines that are shown for a rank, in their order."""
     lines = [line.partition("] ") for line in cell.screen.text.splitlines()]
     return [text for label, _, text in lines if rank in resolve_ranks(label.strip("["), 4)]

@@ -62,7 +62,7 @@ def test_precision_defaults_to_what_the_hardware_is_best_at(
 
 
 @pytest.mark.parametrize(
-    ("chosen", "hardware", "said"),
+    ("chosen", "hardware", "expected"),
     [
         ({"backend": "fsdp3"}, CPU, "Use one of ddp, fsdp, fsdp2"),
         ({"precision": "fp16"}, CPU, "Use one of no, bf16"),
@@ -110,18 +110,18 @@ def test_precision_defaults_to_what_the_hardware_is_best_at(
     ],
 )
 def test_what_an_engine_lacks_is_said_in_one_sentence(
-    chosen: dict[str, Any], hardware: Hardware, said: str
+    chosen: dict[str, Any], hardware: Hardware, expected: str
 ) -> None:
     with pytest.raises(OptionError) as caught:
         Options(**chosen).validate(hardware)
     message = str(caught.value)
-    assert said in message
+    assert expected in message
     assert message.endswith(".")
     assert "\n" not in message
 
 
 @pytest.mark.parametrize(
-    ("chosen", "said"),
+    ("chosen", "message"),
     [
         ({"deepspeed_config": {"zero_optimization": {"stage": 2}}}, "Use backend zero2"),
         ({"clip": 1.0, "deepspeed_config": {"gradient_clipping": 0.5}}, "Remove one of them"),
@@ -129,8 +129,8 @@ def test_what_an_engine_lacks_is_said_in_one_sentence(
         ({"precision": "bf16", "deepspeed_config": {"fp16": {"enabled": True}}}, "precision"),
     ],
 )
-def test_a_deepspeed_file_must_agree_with_the_options(chosen: dict[str, Any], said: str) -> None:
-    with pytest.raises(OptionError, match=said):
+def test_a_deepspeed_file_must_agree_with_the_options(chosen: dict[str, Any], message: str) -> None:
+    with pytest.raises(OptionError, match=message):
         checked(backend="zero3", **chosen)
 
 
@@ -190,11 +190,11 @@ def test_an_fsdp_file_is_read_in_the_names_of_accelerate_config() -> None:
 
 
 @pytest.mark.parametrize(
-    ("content", "said"),
+    ("content", "message"),
     [({"fsdp_version": 1}, "Use backend fsdp1"), ({"wrap_everything": 1}, "wrap_everything")],
 )
-def test_an_fsdp_file_must_fit(content: dict[str, Any], said: str) -> None:
-    with pytest.raises(OptionError, match=said):
+def test_an_fsdp_file_must_fit(content: dict[str, Any], message: str) -> None:
+    with pytest.raises(OptionError, match=message):
         checked(backend="fsdp2", fsdp_config=content)
 
 
@@ -219,16 +219,16 @@ def test_whether_fsdp_keeps_parameters_gathered(
 
 
 @pytest.mark.parametrize(
-    ("backend", "value", "said"),
+    ("backend", "value", "message"),
     [("fsdp2", "FULL_SHARD", "must be true or false"), ("fsdp1", False, "use sharding_strategy")],
 )
-def test_each_fsdp_has_its_own_word_for_resharding(backend: str, value: Any, said: str) -> None:
-    with pytest.raises(OptionError, match=said):
+def test_each_fsdp_has_its_own_word_for_resharding(backend: str, value: Any, message: str) -> None:
+    with pytest.raises(OptionError, match=message):
         checked(backend=backend, fsdp_config={"reshard_after_forward": value})
 
 
 @pytest.mark.parametrize(
-    ("backend", "config", "said"),
+    ("backend", "config", "message"),
     [
         ("zero2", {"gradient_accumulation_steps": 0}, "accumulate .* >= 1, got 0"),
         ("zero2", {"gradient_accumulation_steps": "4"}, "accumulate .* >= 1, got '4'"),
@@ -247,9 +247,9 @@ def test_each_fsdp_has_its_own_word_for_resharding(backend: str, value: Any, sai
         ("fsdp1", {"reshard_after_forward": "maybe"}, "must be FULL_SHARD, got 'maybe'"),
     ],
 )
-def test_values_of_config_files_are_checked(backend: str, config: Any, said: str) -> None:
+def test_values_of_config_files_are_checked(backend: str, config: Any, message: str) -> None:
     given = "deepspeed_config" if backend.startswith("zero") else "fsdp_config"
-    with pytest.raises(OptionError, match=said):
+    with pytest.raises(OptionError, match=message):
         checked(backend=backend, **{given: config})
 
 
@@ -343,7 +343,7 @@ def test_config_files_are_json_or_yaml(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "text", "said"),
+    ("name", "text", "message"),
     [
         ("a.json", "{", "not JSON"),
         ("a.yaml", "a: [", "not YAML"),
@@ -357,11 +357,11 @@ def test_config_files_are_json_or_yaml(tmp_path: Path) -> None:
     ],
 )
 def test_an_unreadable_config_file_is_refused(
-    tmp_path: Path, name: str, text: str, said: str
+    tmp_path: Path, name: str, text: str, message: str
 ) -> None:
     file = tmp_path / name
     file.write_text(text)
-    with pytest.raises(OptionError, match=said):
+    with pytest.raises(OptionError, match=message):
         load_config(file)
     with pytest.raises(OptionError, match="Cannot read"):
         load_config(tmp_path / "none.json")

@@ -257,7 +257,7 @@ def test_too_little_room_is_said_before(
 
 
 @pytest.mark.parametrize(
-    ("url", "said"),
+    ("url", "message"),
     [
         ("nope://x/y", r"does not support the URL nope://x/y .* Use a URL such as s3://"),
         ("gs://bucket/run", r"needs a package that is not installed: .*gcsfs"),
@@ -265,17 +265,17 @@ def test_too_little_room_is_said_before(
         ("file:///proc/nothing", r"Cannot write checkpoints to file:///proc/nothing \(.*Error"),
     ],
 )
-def test_a_url_that_cannot_be_used(url: str, said: str) -> None:
-    with pytest.raises(CheckpointError, match=said):
+def test_a_url_that_cannot_be_used(url: str, message: str) -> None:
+    with pytest.raises(CheckpointError, match=message):
         UrlStorage(Url(url)).check_writable()
 
 
 @pytest.mark.fault("S5")
 def test_no_password_is_shown() -> None:
     url = Url("ftp://me:pass-word@127.0.0.1:9/run")
-    with pytest.raises(CheckpointError, match=r"Cannot reach .* \(ConnectionRefused") as told:
+    with pytest.raises(CheckpointError, match=r"Cannot reach .* \(ConnectionRefused") as excinfo:
         UrlStorage(url).check_writable()
-    for shown in (str(told.value), str(url), repr(url), repr(url / "best"), f"{[url]}"):
+    for shown in (str(excinfo.value), str(url), repr(url), repr(url / "best"), f"{[url]}"):
         assert "pass-word" not in shown
         assert "me:<redacted>@127.0.0.1:9/run" in shown
     assert url.unredacted == "ftp://me:pass-word@127.0.0.1:9/run"

@@ -79,7 +79,6 @@ OPENINGS = r"(?:Of|Whether|What|How far|Say|Let|Who|That)\b"
 
 EXCEPTIONS: dict[tuple[str, str], str] = {
     ("nbdist/profiler/advice.py", "advice"): "holds `Advice`, the elements of `Profile.advice`",
-    ("nbdist/profiler/profile_data.py", "told"): "`Profile.told` is public",
     ("nbdist/session/lifecycle.py", "standstill"): "`Session.standstill` is public",
 }
 """(file, word or phrase) -> why it stays."""
