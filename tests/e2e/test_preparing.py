@@ -54,7 +54,7 @@ RERUN = textwrap.dedent(
     schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda n: 1.0)
     loader = torch.utils.data.DataLoader(tokens, batch_size=4)
     model, optimizer, schedule, loader = accelerator.prepare(model, optimizer, schedule, loader)
-    at_once, earlier = sum(evaluate() is not None for one in models), list(models)
+    at_once, earlier = sum(each() is not None for each in models), list(models)
     models += [weakref.ref(model), weakref.ref(accelerator.unwrap_model(model))]
     for batch in loader:
         outputs = model(input_ids=batch, labels=batch)
@@ -62,7 +62,7 @@ RERUN = textwrap.dedent(
         accelerator.backward(loss)
         optimizer.step(); schedule.step(); optimizer.zero_grad()
         break
-    still_alive = sum(evaluate() is not None for one in earlier)
+    still_alive = sum(each() is not None for each in earlier)
     at_once, still_alive, len(accelerator._models), len(accelerator._optimizers)
     """
 )
@@ -208,7 +208,7 @@ def test_an_optimizer_that_was_in_use_during_prepare_goes_afterwards(ranks: Sess
     watch = "models.append(weakref.ref(accelerator.unwrap_model(model)))\n"
     for _ in range(2):
         ranks.run(IN_ONE_CALL + watch + "loss = train(model, optimizer)")
-    alive = "sum(evaluate() is not None for one in models)"
+    alive = "sum(each() is not None for each in models)"
     assert value_of(ranks, f"gc.collect(); {alive}, len(accelerator._optimizers)") == (1, 1)
     ranks.run("del model, optimizer")
 
@@ -434,23 +434,25 @@ def test_a_model_may_return_a_distribution(ranks: Session) -> None:
 def test_state_dict_of_full_parameters_is_whole_and_stays(ranks: Session) -> None:
     ranks.run("""
         import nbdist
-        linear = torch.nn.Linear(4, 8)
-        model, optimizer = accelerator.prepare(linear, torch.optim.SGD(linear.parameters(), lr=1.0))
+        from tests.models import llama
+
+        def total(weights): return sum(each.double().sum() for each in weights.values()).item()
+
+        bare, ids = llama(), torch.arange(8).view(2, 4)
+        model, optimizer = accelerator.prepare(bare, torch.optim.SGD(bare.parameters(), lr=1.0))
         with nbdist.full_parameters(model) as bare:
             best = {name: tensor.clone() for name, tensor in bare.state_dict().items()}
             kept = bare.state_dict()
-            total = bare.weight.sum().item()
     """)
-    train = "accelerator.backward(model(torch.ones(2, 4)).sum()); optimizer.step()"
-    ranks.run(
-        f"{train}; torch.nn.Linear(4, 8).load_state_dict(kept); torch.save(best, '/dev/null')"
-    )
+    train = "accelerator.backward(model(input_ids=ids, labels=ids).loss); optimizer.step()"
+    ranks.run(f"{train}; llama().load_state_dict(kept); torch.save(best, '/dev/null')")
+    again = "with nbdist.full_parameters(model) as bare: trained = total(bare.state_dict())\n"
+    assert value_of(ranks, again + "abs(trained - total(best))") > 1e-3
     ranks.run("accelerator.unwrap_model(model).load_state_dict(best)")
-    again = "with nbdist.full_parameters(model) as bare: found = bare.weight.sum().item()\n"
-    assert value_of(ranks, again + "abs(found - total)") < 1e-6
+    assert value_of(ranks, again + "abs(trained - total(best))") < 1e-6
     if ranks.backend != "ddp":  # where it is the live model
-        assert value_of(ranks, "abs(kept['weight'].sum().item() - total)") < 1e-6
-    ranks.run("del model, optimizer, bare, linear, best, kept")
+        assert value_of(ranks, "abs(total(kept) - total(best))") < 1e-6
+    ranks.run("del model, optimizer, bare, best, kept")
 
 
 @pytest.mark.parametrize("ranks", ["zero2"], indirect=True)

@@ -318,8 +318,9 @@ def unwrap_compiled(model: nn.Module) -> nn.Module:
 
 
 def fsdp2_units(model: nn.Module) -> list[Any]:
-    """Return the units of a model under FSDP2, the root first."""
-    return [module for module in model.modules() if isinstance(module, FSDPModule)]
+    """Return the units of a model under FSDP2, the root first; of modules in one unit, the last."""
+    modules = [module for module in model.modules() if isinstance(module, FSDPModule)]
+    return list({id(module._get_fsdp_state()): module for module in modules}.values())  # noqa: SLF001
 
 
 def fsdp2_parameters(model: nn.Module) -> Iterator[Any]:
