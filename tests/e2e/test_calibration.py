@@ -53,9 +53,9 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 torch.manual_seed(0)
 model = LlamaForCausalLM(LlamaConfig(
-    vocab_size=2000, hidden_size=256, intermediate_size=688, num_hidden_layers=2,
+    vocab_size=1000, hidden_size=128, intermediate_size=344, num_hidden_layers=2,
     num_attention_heads=4, max_position_embeddings=256, use_cache=False))
-ids = torch.randint(0, 2000, (4, 64))
+ids = torch.randint(0, 1000, (4, 64))
 model, optimizer = accelerator.prepare(model, torch.optim.AdamW(model.parameters(), lr=1e-4))
 
 def train(steps):
