@@ -22,6 +22,7 @@ from tests.e2e.training import (
     train_without_switch,
     value_of,
 )
+from tests.nightly import nightly
 
 pytestmark = pytest.mark.timeout(600)
 
@@ -66,8 +67,10 @@ CHANGED = {
 }
 
 
-def test_one_changed_bit_is_found_and_all_goes_back(trained: Session) -> None:
-    walk = [*BACKENDS[1:], BACKENDS[0]]
+@pytest.mark.parametrize(
+    "walk", [["fsdp2", "zero3", "zero2", "ddp"], nightly([*BACKENDS[1:], BACKENDS[0]])]
+)
+def test_one_changed_bit_is_found_and_all_goes_back(trained: Session, walk: list[str]) -> None:
     expected = train_without_switch(trained, "", 3 * len(walk))
     trained.switch("ddp")
     trained.run(START.format(""))
