@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 import textwrap
 from typing import TYPE_CHECKING
@@ -43,6 +44,10 @@ TRAINERS = {
     " logging_steps=1, max_completion_length=8), train_dataset=prompts(),"
     " peft_config=peft_config)",
 }
+CASES = [
+    *itertools.product(["ddp", "fsdp2", "zero2", "zero3"], TRAINERS, ["None", "LoraConfig()"]),
+    ("fsdp1", "grpo", "None"),
+]
 
 
 @pytest.fixture(scope="module")
@@ -60,9 +65,7 @@ def session(
 
 @pytest.mark.nightly
 @pytest.mark.timeout(300)
-@pytest.mark.parametrize("peft_config", ["None", "LoraConfig()"])
-@pytest.mark.parametrize("trainer", TRAINERS)
-@pytest.mark.parametrize("session", ["ddp", "fsdp2", "zero2", "zero3"], indirect=True)
+@pytest.mark.parametrize(("session", "trainer", "peft_config"), CASES, indirect=["session"])
 def test_a_trainer_of_the_readme_trains(session: Session, trainer: str, peft_config: str) -> None:
     losses = session.run(
         f"peft_config = {peft_config}\n"

@@ -98,8 +98,14 @@ class Fsdp1Layout(Layout):
         """Gather the root unit, in full precision; compute in the dtype of the other units."""
         root = FullyShardedDataParallel.fsdp_modules(model)[0]
         dtype, device = root.mixed_precision.param_dtype, root.compute_device or "cpu"
+        is_gathered = (
+            root.training_state is TrainingState.SUMMON_FULL_PARAMS
+        )  # by TRL's GRPOTrainer
+        gather = FullyShardedDataParallel.summon_full_params
         with (
-            FullyShardedDataParallel.summon_full_params(model, recurse=False, writeback=False),
+            contextlib.nullcontext()
+            if is_gathered
+            else gather(model, recurse=False, writeback=False),
             torch.autocast(torch.device(device).type, dtype) if dtype else contextlib.nullcontext(),
         ):
             yield
