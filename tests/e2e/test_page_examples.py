@@ -45,12 +45,9 @@ PRETRAINED = [
     """from pathlib import Path
 from tests import fine_tuning
 
-_ = fine_tuning.save_model(Path("Qwen/Qwen3-0.6B"))  # the name on the hub is a folder here
-""",
-    """%%distribute
-from tests import fine_tuning
-
-dataset = fine_tuning.conversations()
+_ = fine_tuning.save_model(Path("Qwen/Qwen3-0.6B"))  # names on the hub are folders here
+Path("trl-lib/Capybara").mkdir(parents=True)
+_ = fine_tuning.conversations().to_json("trl-lib/Capybara/train.jsonl")
 """,
 ]
 GENERATION = [
