@@ -72,7 +72,7 @@ SMALL_COLLECTIVE_BYTES = 1 << 16
 """Collectives of fewer bytes take as long as one of this size."""
 LARGE_COLLECTIVE_BYTES = 1 << 20
 """From this size on, the time is extrapolated in proportion to the size."""
-_RATIO = 2.0
+_MERGE_RATIO = 2.0
 """Sizes within this factor are one point of a curve."""
 _POINTS = 12
 
@@ -111,7 +111,9 @@ class Measurement:
             if kind == "collective":
                 size = int(name)
                 reset_names = [
-                    known for known in merged if size / _RATIO < int(known) < size * _RATIO
+                    known
+                    for known in merged
+                    if size / _MERGE_RATIO < int(known) < size * _MERGE_RATIO
                 ]
             for old in [merged.pop(each) for each in reset_names if each in merged]:
                 average = old + WEIGHT_OF_NEW * (average - old)
@@ -130,10 +132,10 @@ class Measurement:
         curve = self.curve
         first, last = curve[0], curve[-1]
         if size <= first[0]:
-            near = first[0] <= SMALL_COLLECTIVE_BYTES or size * _RATIO >= first[0]
+            near = first[0] <= SMALL_COLLECTIVE_BYTES or size * _MERGE_RATIO >= first[0]
             return first[1] if near else None
         if size >= last[0]:
-            near = size <= last[0] * _RATIO or last[0] >= LARGE_COLLECTIVE_BYTES
+            near = size <= last[0] * _MERGE_RATIO or last[0] >= LARGE_COLLECTIVE_BYTES
             return last[1] * size / last[0] if near else None
         upper = next(index for index, (measured, _) in enumerate(curve) if measured >= size)
         (below, quick), (above, slow) = curve[upper - 1], curve[upper]

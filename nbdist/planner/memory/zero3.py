@@ -547,7 +547,7 @@ class GatheredParameters:
         self._gathered_parameters = set(available)
         self._available = 0
         """Elements gathered or in flight, as DeepSpeed counts them."""
-        self._held_bytes = 0
+        self._num_held = 0
         """Elements of flat tensors and of the copies made from them."""
         self._in_graph: set[_Key] = set()
         """Quantized weights gathered in the forward, which the graph keeps."""
@@ -571,21 +571,19 @@ class GatheredParameters:
             peak = self._fetch(start, uses)
             peaks = self.max_at[where]
             peaks += [0] * (matrix + 1 - len(peaks))
-            peaks[matrix] = max(peaks[matrix], self._held_bytes)
+            peaks[matrix] = max(peaks[matrix], self._num_held)
             before = max(0, matrix - 1)  # what it holds is still alive during a fetch
             peaks[before] = max(peaks[before], peak)
-            self.min_at[where] = self._held_bytes
-            held = self._held_bytes
+            self.min_at[where] = self._num_held
+            held = self._num_held
             for step, use in enumerate(uses, start):
                 self._after_use(step, use)
             if direction == "backward":
                 num_grads = uses[-1].num_grads
                 self._look_ahead_in_calls(uses)
-                self.in_backward[group, index].append(
-                    _BackwardUse(num_grads, held, self._held_bytes)
-                )
+                self.in_backward[group, index].append(_BackwardUse(num_grads, held, self._num_held))
             else:
-                self.num_at_loss = self._held_bytes
+                self.num_at_loss = self._num_held
 
     def _after_use(self, step: int, use: _ParameterUse) -> None:
         """Release what is not needed soon."""
@@ -594,10 +592,10 @@ class GatheredParameters:
             later = self._next_use.get(step)
             if use.parameter.trainable and later and self._uses[later].where == use.where:
                 # Recomputed: torch.utils.checkpoint has saved it detached, so its memory stays.
-                self._held_bytes += use.parameter.held
+                self._num_held += use.parameter.held
                 self._saved_until.add(later)
         if step in self._saved_until:
-            self._held_bytes -= use.parameter.held
+            self._num_held -= use.parameter.held
         for parameter in use.releases:
             if parameter not in self._persistent:
                 self._release(parameter)
@@ -611,7 +609,7 @@ class GatheredParameters:
         missing = {use.key for use in uses} - self._gathered_parameters
         if missing:
             self._gather(missing)
-        peak = self._held_bytes
+        peak = self._num_held
         for use in uses:
             message = self._gather_messages.pop(use.key, None)
             if message is None or not message.is_flat:
@@ -619,12 +617,12 @@ class GatheredParameters:
             if not message.copied:
                 # Each parameter is copied out of the flat tensor.
                 message.copied = True
-                self._held_bytes += message.size
-            peak = max(peak, self._held_bytes)
+                self._num_held += message.size
+            peak = max(peak, self._num_held)
             message.waiting.discard(use.key)
             if not message.waiting:
                 # DeepSpeed keeps the flat tensor until the last of its parameters is fetched.
-                self._held_bytes -= message.size
+                self._num_held -= message.size
         for step, use in enumerate(uses, start):
             if self._seen_until.get(use.key, -1) < step:  # not prefetched
                 self._seen_until[use.key] = step
@@ -637,7 +635,7 @@ class GatheredParameters:
         self._gathered_parameters |= parameters
         self._gather_messages |= dict.fromkeys(parameters, _GatherMessage(set(parameters), held))
         self._available += sum(self._sizes[parameter] for parameter in parameters)
-        self._held_bytes += held
+        self._num_held += held
 
     def _look_ahead(self) -> None:
         """Prefetch; parameters that are already gathered are skipped and count as fetched."""
@@ -674,4 +672,4 @@ class GatheredParameters:
         if parameter in self._in_graph:
             self._in_graph.discard(parameter)
         else:
-            self._held_bytes -= self._held_sizes[parameter]
+            self._num_held -= self._held_sizes[parameter]
