@@ -132,6 +132,9 @@ PATCHES: Mapping[str, LibraryPatch] = {
     "torch.nn.utils:clip_grad_norm_": LibraryPatch(
         "silently returns 0 and clips nothing where a DeepSpeed engine keeps the gradients"
     ),
+    "torch.nn.utils:clip_grads_with_norm_": LibraryPatch(
+        "silently clips nothing where a DeepSpeed engine keeps the gradients"
+    ),
     "torch.nn.utils:clip_grad_value_": LibraryPatch(
         "raises an error about an empty list where a DeepSpeed engine keeps the gradients"
     ),

@@ -29,6 +29,7 @@ import os
 import socket
 import sys
 import threading
+import time
 import weakref
 from typing import TYPE_CHECKING, Any
 
@@ -37,6 +38,9 @@ import torch
 from torch import distributed
 from torch._C._distributed_c10d import PrefixStore, Store
 from torch.distributed import distributed_c10d
+
+# torch 2.13: its scaler keeps the default group of the time of its import, here none.
+from torch.distributed.fsdp import sharded_grad_scaler  # noqa: F401
 from torch.distributed.tensor import debug
 
 from nbdist import rank_sets
@@ -61,6 +65,8 @@ ABORT_S = 20.0
 """Timeout of NCCL's abort, which waits for its kernels; torch's default is the group's timeout."""
 _PROMPT_TIMEOUT = dt.timedelta(days=7)
 """Timeout of collectives while a user can stop ranks at a prompt."""
+STEP_END_S = 1.0
+"""Delay of an abort for an optimizer step that the GPU still runs."""
 _GROUP_NAMES_PER_ERA = 10_000
 """Offset of the group counter per era: a rank that hung may have created more groups."""
 
@@ -70,6 +76,11 @@ _default_timeout = distributed_c10d._get_default_timeout  # noqa: SLF001
 
 _of_engines: weakref.WeakSet[Group] = weakref.WeakSet()
 
+_num_aborts = 0
+_step_end: torch.cuda.Event | None = None
+"""Recorded after the last optimizer step."""
+_was_step_cut = False
+"""True if the groups were aborted while the GPU ran an optimizer step."""
 
 _has_user = False
 """True while a cell runs whose ranks a user can stop in the debugger."""
@@ -226,6 +237,10 @@ def create_default_group(store: Store, *, on_gpu: bool) -> None:
     # CleanUpOnly. torch elastic (2.13) sets 1 (TearDown), with which NCCL's watchdog terminates a
     # rank whose peer has aborted its groups, even after its own collectives were aborted.
     os.environ["TORCH_NCCL_ASYNC_ERROR_HANDLING"] = "2"
+    # Otherwise the heartbeat monitor terminates a rank 8 minutes after an error of a collective,
+    # and the end of a group waits for the dump of its traces.
+    os.environ["TORCH_NCCL_ENABLE_MONITORING"] = os.environ["TORCH_NCCL_DUMP_ON_TIMEOUT"] = "0"
+    os.environ["TORCH_NCCL_WAIT_TIMEOUT_DUMP_MILSEC"] = "100"
     device = None
     if on_gpu:
         device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
@@ -306,6 +321,60 @@ def destroy_groups(groups: list[distributed.ProcessGroup]) -> None:
             _destroy(group)
 
 
+# -- optimizer steps, whose kernels may still be enqueued behind collectives
+
+
+def finish_backward() -> None:
+    """Wait until this rank's GPU has the gradients of all ranks; called before a step.
+
+    NCCL's collectives are only enqueued, so that the step would run with incomplete gradients if
+    they are aborted, and ranks that wait for a failed one would be a step ahead of it.
+
+    Raises:
+        RuntimeError: the process groups were aborted meanwhile.
+    """
+    if not _uses_gpu() or distributed.get_world_size() == 1:
+        return
+    num_aborts = _num_aborts
+    torch.cuda.current_stream().synchronize()
+    if _num_aborts != num_aborts:
+        raise RuntimeError("The process groups were aborted before this optimizer step.")
+
+
+def record_step() -> None:
+    """Record that an optimizer step has been enqueued."""
+    global _step_end  # noqa: PLW0603 - a rank has one GPU
+    if _uses_gpu():
+        _step_end = torch.cuda.current_stream().record_event()
+
+
+def was_step_cut() -> bool:
+    """Return whether an abort has ended collectives of an optimizer step, since the last call."""
+    global _was_step_cut
+    was_cut, _was_step_cut = _was_step_cut, False
+    return was_cut
+
+
+def _uses_gpu() -> bool:
+    return torch.cuda.is_initialized() and not torch.cuda.is_current_stream_capturing()
+
+
+def _is_step_running() -> bool:
+    """Return whether the GPU still runs the last step; one whose collectives work ends soon."""
+    if _step_end is None:
+        return False
+    torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))  # on this thread
+    deadline = time.monotonic() + STEP_END_S
+    try:
+        while not _step_end.query():
+            if time.monotonic() > deadline:
+                return True
+            time.sleep(0.01)
+    except RuntimeError:  # the device failed
+        return True
+    return False
+
+
 # -- abort; on the control thread, except while all ranks recreate the default group
 
 
@@ -331,6 +400,9 @@ def abort_groups() -> None:
     Raises:
         RuntimeError: aborting a group failed or timed out.
     """
+    global _num_aborts, _was_step_cut  # noqa: PLW0603 - one process has one default group
+    _num_aborts += 1
+    _was_step_cut |= _is_step_running()
     names: dict[Any, str] = dict(distributed_c10d._world.pg_names)  # noqa: SLF001
     # the same order as in torch 2.13's _abort_process_group
     groups = sorted(names, key=names.__getitem__, reverse=True)

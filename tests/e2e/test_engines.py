@@ -166,6 +166,16 @@ def test_a_plain_loop_gets_a_message_about_what_zero_cannot_do(under_zero2: Sess
         )
     with pytest.raises(CellError, match="clip_grad_value_ cannot clip gradients that a DeepSpeed"):
         under_zero2.run("torch.nn.utils.clip_grad_value_(model.parameters(), 1.0)")
+    with pytest.raises(CellError, match="clip_grads_with_norm_ cannot clip gradients that a"):
+        under_zero2.run(
+            "torch.nn.utils.clip_grads_with_norm_(model.parameters(), 1.0, torch.ones(()))"
+        )
+    under_zero2.run("optimizer.step(); optimizer.zero_grad()")
+    with pytest.raises(CellError, match=r"written to parameter\.grad are not used"):
+        under_zero2.run(
+            "for parameter in model.parameters(): parameter.grad = torch.ones_like(parameter)\n"
+            "optimizer.step()"
+        )
     with pytest.raises(CellError, match="Give the optimizer all groups before"):
         under_zero2.run("optimizer.add_param_group({'params': []})")
     for call in ("torch.save(optimizer.state_dict(), 'o.pt')", "optimizer.load_state_dict({})"):

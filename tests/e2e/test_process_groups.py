@@ -107,6 +107,25 @@ def test_a_release_leaves_the_groups_known_by_name(trained: Session) -> None:
         assert renew(trained) == ""
 
 
+def test_a_model_whose_step_was_aborted_is_not_trained_on(trained: Session) -> None:
+    """A GPU runs a step after `step()` has returned."""
+    trained.run(ANEW)
+    losses(trained, 0, 1)
+    trained.run("""
+        from unittest.mock import Mock
+        from nbdist.worker import process_group as group
+        set_device, torch.cuda.set_device = torch.cuda.set_device, Mock()
+        group._step_end = Mock(query=lambda: rank == 0)
+    """)
+    release(trained, "cut")
+    trained.run("group._step_end, torch.cuda.set_device = None, set_device")
+    for _ in range(2):
+        assert "while a GPU ran an optimizer step" in renew(trained)
+    trained.run(ANEW)
+    assert renew(trained) == ""
+    losses(trained, 1, 1)
+
+
 def test_a_save_that_runs_during_a_release_ends(
     trained: Session, undisturbed: list[float], tmp_path: Path
 ) -> None:
@@ -226,8 +245,16 @@ def test_another_default_group_is_refused(session: Session) -> None:
 
 
 def test_nccl_watchdog_ends_no_rank_whose_groups_were_aborted(session: Session) -> None:
-    cell = "import os; os.environ['TORCH_NCCL_ASYNC_ERROR_HANDLING']"
-    assert session.run(cell).values == {0: "2", 1: "2"}
+    names = "ASYNC_ERROR_HANDLING", "ENABLE_MONITORING", "DUMP_ON_TIMEOUT"
+    found = session.run(f"import os; [os.environ['TORCH_NCCL_' + name] for name in {names}]").values
+    assert found == {0: ["2", "0", "0"], 1: ["2", "0", "0"]}
+
+
+def test_fsdp1_scales_gradients_in_the_group_of_the_time_of_a_step(session: Session) -> None:
+    session.run(
+        "from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler as Scaler"
+    )
+    assert session.run("Scaler(device='cpu').process_group is None").values == {0: True, 1: True}
 
 
 def test_the_old_groups_are_aborted_before_a_new_one_is_used(session: Session) -> None:

@@ -388,6 +388,24 @@ def test_weights_that_a_module_computes_before_its_forward_train_after_a_switch_
     trained.run("del spectral, sgd, alone, alone_sgd")
 
 
+def test_a_model_that_free_memory_has_dropped_is_not_kept_again(trained: Session) -> None:
+    trained.switch("ddp")
+    trained.run("""
+        def prepared():
+            linear = torch.nn.Linear(4, 4)
+            return accelerator.prepare(linear, torch.optim.SGD(linear.parameters()))
+
+        old, old_sgd = prepared()
+        accelerator.free_memory()
+        new, sgd = prepared()
+    """)
+    for backend in ("zero2", "ddp"):
+        trained.switch(backend)
+        bare = "accelerator.unwrap_model(accelerator._models[0]) is accelerator.unwrap_model(new)"
+        assert value_of(trained, f"len(accelerator._models), {bare}") == (1, True)
+    trained.run("del old, old_sgd, new, sgd")
+
+
 def test_two_short_trainings_in_a_cell_switch(trained: Session) -> None:
     """Of the first model, only the start of the measured step is in the cell."""
     trained.switch("ddp")

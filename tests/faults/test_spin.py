@@ -72,7 +72,7 @@ def library(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def soon() -> Iterator[None]:
     """Shorter times, as only their order is shown."""
     with pytest.MonkeyPatch.context() as patch:
-        for name in ("RETURN_AFTER_S", "END_AFTER_S", "SILENT_S", "SECOND_AFTER_S", "GRACE_S"):
+        for name in ("RETURN_AFTER_S", "END_AFTER_S", "SILENT_S", "MIN_FIRST_STAGE_S", "GRACE_S"):
             patch.setattr(interrupt, name, 1.0)
         patch.setattr(rank_activity, "HANG_AFTER_S", 1.0)
         yield

@@ -430,6 +430,28 @@ def error_in_collective(lab: Lab) -> Findings:
     yield from usable(session, loss)
 
 
+RUNS_AHEAD = """
+for step in range(9):
+    if rank == 0 and step == 3:
+        raise ValueError("planted")
+    accelerator.backward(model(input_ids=tokens, labels=tokens).loss)
+    optimizer.step()
+    optimizer.zero_grad()
+"""
+
+
+@check(items="A2", cost=25, gpus=2)
+def error_in_training(lab: Lab) -> Findings:
+    """No rank steps without the gradients of one that fails; the model trains on."""
+    session = prepared(lab)
+    try:
+        session.run(RUNS_AHEAD, output="none")
+        yield False, "no error was reported"
+    except CellError as error:
+        yield "planted" in str(error), f"reported: {str(error)[:80]}"
+    yield from usable(session, next_loss(session))
+
+
 @check(items="B1", cost=60, gpus=2)
 def stop_in_loop(lab: Lab) -> Findings:
     """Ten Stops in a loop of all_reduce: each <= 10 s."""

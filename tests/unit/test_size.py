@@ -7,10 +7,10 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
 BUDGET = {
-    "lines in nbdist/": 71_343,
+    "lines in nbdist/": 71_463,
     "files in nbdist/": 257,
     "functions per 1,000 code lines": 80,
-    "lines in tests/ and benchmarks/": 51_867,
+    "lines in tests/ and benchmarks/": 51_944,
 }
 """Largest value of each figure. Lower a limit when the package has shrunk; raise none without a
 reason in docs/decisions/."""

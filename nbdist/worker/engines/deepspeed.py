@@ -177,6 +177,12 @@ class SteppingOptimizerWrapper(DeepSpeedOptimizerWrapper):  # type: ignore[misc]
         if self.engine is None or not self.gradient_state.sync_gradients:
             return
         if not (has_gradients(self.optimizer) and are_reduced(self.optimizer)):
+            if any(each.grad is not None for each in self.engine.module.parameters()):
+                raise OptionError(
+                    "DeepSpeed steps with the gradients of accelerator.backward() only, and there"
+                    " are none: gradients that are written to parameter.grad are not used. Use"
+                    " ddp, or compute a loss whose gradients they are."
+                )
             return
         drop_earlier_offloaded(self.optimizer)
         update_masters(self.optimizer)
@@ -224,6 +230,7 @@ def init_deepspeed(hardware: Hardware) -> None:
         deepspeed_patches.apply()
     patch("torch.nn.utils:clip_grad_norm_", _check_clipping)
     patch("torch.nn.utils:clip_grad_value_", _check_clipping)
+    patch("torch.nn.utils:clip_grads_with_norm_", _check_clipping)
     if hardware.kind == "cpu":
         cpu_patches.skip_shared_memory_op()
     elif not all(map(str.isdecimal, os.environ["CUDA_VISIBLE_DEVICES"].split(","))):

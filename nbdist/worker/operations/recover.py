@@ -105,6 +105,14 @@ def _rebuild_engines(context: RankContext) -> list[str]:
             f"The ranks were interrupted at different optimizer steps ({described}), so their"
             " weights are inconsistent. Load the last checkpoint."
         )
+    was_cut = process_group.was_step_cut()
+    for prepared in trained:
+        prepared.has_cut_step |= was_cut
+    if any(collectives.all_gather_values(any(prepared.has_cut_step for prepared in trained))):
+        raise SwitchError(
+            "The process groups were aborted while a GPU ran an optimizer step, so the weights may"
+            " be wrong. Load the last checkpoint."
+        )
     for prepared in trained:
         # Drop the gradients of the interrupted step.
         for parameter in prepared.model.parameters():

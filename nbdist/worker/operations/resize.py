@@ -51,6 +51,7 @@ from nbdist.worker.operations.collective_phases import CHECKING_PHASE, Collectiv
 from nbdist.worker.operations.namespace_pickle import ExternalObject, PickleStage
 from nbdist.worker.training import dataloader_state, prepared_models, rng_state
 from nbdist.worker.training.model_recipe import ModelRecipe
+from nbdist.worker.training.release_models import unchanged_lists
 from nbdist.worker.training.training_state import ModelAndOptimizerState
 
 if TYPE_CHECKING:
@@ -479,8 +480,10 @@ class _ResizeLoad:
                 reader.known[number, "given", place] = optimizer
         schedulers, loaders = reader.read_stage()
         for number, (model, optimizers) in enumerate(unprepared):
-            owner = self._built[plan.models[number][0]]
-            prepared = self._prepare_model(owner, model, optimizers, schedulers[number])
+            place, recipe = plan.models[number]
+            prepared = self._prepare_model(
+                self._built[place], model, optimizers, schedulers[number], is_kept=recipe.is_kept
+            )
             reader.known.update(switch.replaceable_objects(number, prepared))
             for place, optimizer in enumerate(optimizers):
                 reader.known[number, "given", place] = optimizer
@@ -509,11 +512,14 @@ class _ResizeLoad:
         model: torch.nn.Module,
         optimizers: list[Any],
         schedulers: list[Any],
+        *,
+        is_kept: bool,
     ) -> PreparedModel:
         own = {id(optimizer): optimizer for optimizer in optimizers}
         for scheduler in schedulers:  # marks them too, so that torch 2.13 does not warn
             optimizer_recipes.rebind_scheduler(scheduler, own)
-        with wrap_policy.defer_weights():
+        keeping = contextlib.nullcontext() if is_kept else unchanged_lists(owner)
+        with wrap_policy.defer_weights(), keeping:
             self._made += owner.prepare(model, *optimizers, *schedulers, None)
         self._made += [model, optimizers]
         return prepared_models.all_models()[-1]

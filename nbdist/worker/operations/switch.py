@@ -15,6 +15,7 @@ with the old options and loaded from the same copy.
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import os
 import weakref
@@ -52,6 +53,7 @@ from nbdist.worker.training import (
     unprepared_optimizers,
 )
 from nbdist.worker.training.model_recipe import ModelRecipe
+from nbdist.worker.training.release_models import unchanged_lists
 from nbdist.worker.training.training_state import ModelAndOptimizerState
 
 if TYPE_CHECKING:
@@ -228,7 +230,8 @@ class EngineSwitch:
         wrappers = old.live_schedulers
         for wrapper in wrappers:
             optimizer_recipes.rebind_scheduler(wrapper.scheduler, self._replaced.replacements())
-        with wrap_policy.defer_weights():
+        keeping = contextlib.nullcontext() if recipe.is_kept else unchanged_lists(old.owner)
+        with wrap_policy.defer_weights(), keeping:
             # Keep references: Accelerate keeps only the bare model of DDP, and no variable holds
             # the new objects yet.
             self._created += old.owner.prepare(
@@ -352,7 +355,7 @@ def _check_model(prepared: PreparedModel, new_options: Options, *, reset_optimiz
             + (
                 " Keep its optimizer in a variable, or delete the model."
                 if is_from_deepspeed
-                else " Use ddp, fsdp2 or fsdp1."
+                else " Use ddp, fsdp2 or fsdp1, or delete the model if its training is over."
             )
         )
     if new_options.strategy.engine == "deepspeed":

@@ -18,6 +18,7 @@ from nbdist.state import (
     shards,
     tensor_digest,
 )
+from nbdist.state.layouts.base import unwrap_engine
 from nbdist.worker.training import training_metadata
 from nbdist.worker.training.training_state import ModelAndOptimizerState
 
@@ -56,6 +57,8 @@ class ModelRecipe:
     loss_scale: LossScale | None
     """Loss scale under fp16."""
     num_steps: int
+    is_kept: bool
+    """Whether `save_state()` of its Accelerator writes it; not after `free_memory()`."""
     tensors: dict[str, Shard] = field(default_factory=dict)
     """This rank's shards, in host memory; empty if they are in files."""
     digests: dict[str, int] = field(default_factory=dict)
@@ -76,6 +79,7 @@ class ModelRecipe:
             hooks: include optimizer hooks, which may not be picklable.
         """
         raws = [owned.inner_optimizer for owned in prepared.live_optimizers]
+        bare, kept = unwrap_engine(prepared.model), prepared.owner._models  # noqa: SLF001
         before = dict(prepared.meta.model.named_buffers())
         buffers = {}
         for name, live in prepared.model.named_buffers():
@@ -107,6 +111,7 @@ class ModelRecipe:
             scalar_state=scalar_state,
             loss_scale=get_loss_scale(prepared),
             num_steps=prepared.num_steps,
+            is_kept=any(unwrap_engine(model) is bare for model in kept),
         )
 
     @classmethod

@@ -87,6 +87,8 @@ class PreparedModel:
     """Optimizer steps since the start of training, across sessions."""
     interrupted_pass: InterruptedPass = ""
     """The interrupted pass, which may leave the engine in an inconsistent state."""
+    has_cut_step: bool = False
+    """True if the process groups were aborted during a step: the weights may be wrong."""
     has_forward: bool = False
     """There was a forward with gradients since the last optimizer step."""
     has_new_forward: bool = False
@@ -622,9 +624,11 @@ def wrap_step(original: Callable[..., Any]) -> Callable[..., Any]:
                 layouts.layout_for(model.model)
                 model.may_be_gathered = False
         average_gradients(_models_of(self))
+        process_group.finish_backward()
         with optimizer_step_gate.step(self):
             with memory_probe.step(self):
                 result = original(self, *args, **kwargs)
+            process_group.record_step()
             for model in _models_of(self):
                 model.num_pending_micro_batches = 0
                 model.has_forward = model.has_new_forward = False

@@ -11,6 +11,7 @@ parameters of its model alive, as in any PyTorch program, until it is bound to a
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import sys
 import weakref
@@ -21,6 +22,8 @@ from torch.optim import Optimizer
 from nbdist.signal_handling import defer_interrupt
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
+
     from accelerate import Accelerator
 
 _PREPARED_LISTS = ("_models", "_optimizers", "_schedulers", "_dataloaders")
@@ -43,6 +46,15 @@ def add_accelerator(accelerator: Accelerator) -> None:
     """Add an Accelerator; what it has prepared may be in reference cycles after it is gone."""
     accelerators[id(accelerator)] = accelerator
     weakref.finalize(accelerator, _request_cleanup).atexit = False
+
+
+@contextlib.contextmanager
+def unchanged_lists(accelerator: Accelerator) -> Iterator[None]:
+    """Within this context, an Accelerator does not keep what it prepares."""
+    before = {name: list(vars(accelerator)[name]) for name in _PREPARED_LISTS}
+    yield
+    for name, objects in before.items():
+        vars(accelerator)[name][:] = objects
 
 
 def _request_cleanup() -> None:
