@@ -7,7 +7,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
 BUDGET = {
-    "lines in nbdist/": 71_463,
+    "lines in nbdist/": 71_462,
     "files in nbdist/": 257,
     "functions per 1,000 code lines": 80,
     "lines in tests/ and benchmarks/": 51_944,

@@ -98,14 +98,13 @@ class Fsdp1Layout(Layout):
         """Gather the root unit, in full precision; compute in the dtype of the other units."""
         root = FullyShardedDataParallel.fsdp_modules(model)[0]
         dtype, device = root.mixed_precision.param_dtype, root.compute_device or "cpu"
-        is_gathered = (
-            root.training_state is TrainingState.SUMMON_FULL_PARAMS
-        )  # by TRL's GRPOTrainer
-        gather = FullyShardedDataParallel.summon_full_params
+        gathered: contextlib.AbstractContextManager[None] = contextlib.nullcontext()
+        # TRL's GRPOTrainer has gathered it already, which torch refuses a second time.
+        if root.training_state is not TrainingState.SUMMON_FULL_PARAMS:
+            summon = FullyShardedDataParallel.summon_full_params
+            gathered = summon(model, recurse=False, writeback=False)
         with (
-            contextlib.nullcontext()
-            if is_gathered
-            else gather(model, recurse=False, writeback=False),
+            gathered,
             torch.autocast(torch.device(device).type, dtype) if dtype else contextlib.nullcontext(),
         ):
             yield
